@@ -114,7 +114,7 @@ _PARAMETERS: dict[str, Document] = {
         "required": False,
         "description": "A repetition with the same key and token does nothing twice. Keys are"
         " remembered for a week, or GPUAAS_KEEP_ANSWERS_DAYS, and while their allocation lives;"
-        " those of inference jobs at most as long as the first of the jobs.",
+        " those of inference jobs at most as long as the last of the jobs.",
         "schema": _KEY,
     },
     "XIdempotencyKey": {

@@ -162,7 +162,7 @@ class Context:
 
         reason: the reason where the body has none.
         counted: whether it counts among the changes by a member, which have a rate of their own.
-        job_of: the job in an answer that is remembered no longer than it.
+        job_of: the job with which the answer is deleted.
         secrets: fields of the answer that are shown once and never stored, because everybody who
         reads the database could read them in the table of remembered answers. A repetition is
         refused, as it cannot show them again.

@@ -52,8 +52,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to the caller. replayed: the work was done by an earlier request. job_id: a job that
-    the request has queued, as long as which the answer is kept at most.
+    """Answer to the caller. replayed: the work was done by an earlier request. job_id: the last
+    job that the request has queued; the answer is deleted with it.
     """
 
     status: int

@@ -270,8 +270,8 @@ def write_history(
     )
 
 
-# Rows of its health that an entity may add to its history, and in how many seconds. A host's
-# reports decide it, and history is kept for ever.
+# Rows of the same health that an entity may add to its history, and in how many seconds. Reports
+# of hosts and states of guests decide it, and history is kept for ever.
 HEALTH_ROWS = ((12, 86_400.0), (60, 30 * 86_400.0))
 
 
@@ -280,14 +280,16 @@ def write_health(
 ) -> None:
     """Write a history row of a health that a host's reports show, unless they change too often."""
     mine = sa.select(history.c.at).where(
-        history.c.entity == entity, history.c.entity_id == str(record.id)
+        history.c.entity == entity,
+        history.c.entity_id == str(record.id),
+        history.c.target == target,
     )
     longest = max(most for most, _ in HEALTH_ROWS)
     times = conn.execute(mine.order_by(history.c.id.desc()).limit(longest)).scalars().all()
     now = clock.read(conn)
     left = min(most - sum(at > now - seconds for at in times) for most, seconds in HEALTH_ROWS)
     if left == 1:
-        act = act.because(f"{act.reason}; further changes are left out for a time")
+        act = act.because(f"{act.reason}; the next of this kind may be left out")
     if left > 0:
         write_history(conn, entity, record, act, source=source, event="observe", target=target)
 

@@ -286,13 +286,13 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     """The slice hosts due for drift detection, least recently measured first.
 
     Together with the comparisons already open, at most at_once run at the same time, and one of a
-    doubtful host. A host that hangs has its place until the deadline of its run. So one is doubtful
-    that is slow now or failed lately, and its next comparison comes later after each failure.
+    doubtful host: one that hangs has its place until the deadline of its run. So one is doubtful
+    that is slow now or was lately. The next comparison comes later after each failure.
     """
-    failures = _failures()
+    failures, hangs = _of_newest(_FAILED), _of_newest(_LONG)
     slow = clock.now() - sa.func.coalesce(tasks.c.started_at, clock.now()) > SLOW_S
     queued = (
-        sa.select(nodes.c.id, nodes.c.state, sa.or_(failures > 0, slow).label("doubtful"))
+        sa.select(nodes.c.id, nodes.c.state, sa.or_(hangs > 0, slow).label("doubtful"))
         .join(tasks, tasks.c.node_id == nodes.c.id)
         .where(tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE, tasks.c.state.in_(OPEN))
     )
@@ -311,12 +311,18 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     )
     ids: list[str] = []
     for which, free in (
-        (failures == 0, at_once - under_way.count(False)),
-        (failures > 0, 1 - under_way.count(True)),
+        (hangs == 0, at_once - under_way.count(False)),
+        (hangs > 0, 1 - under_way.count(True)),
     ):
         limit = max(min(free, room - len(ids)), 0)
         ids += conn.execute(query.where(which).limit(limit)).scalars()
     return ids
+
+
+def every_host(conn: sa.Connection) -> list[str]:
+    """Every slice host that has no open comparison."""
+    mine = sa.select(tasks.c.id).where(_OF_NODE, tasks.c.state.in_(OPEN))
+    return list(conn.execute(sa.select(nodes.c.id).where(_COMPARED, ~mine.exists())).scalars())
 
 
 def overdue_nodes(conn: sa.Connection) -> float:
@@ -370,12 +376,15 @@ def _last_failed() -> sa.ColumnElement[bool]:
     return last.in_((TaskState.FAILED, TaskState.LOST))
 
 
-def _failures() -> sa.ColumnElement[int]:
-    """How many of a node's newest comparisons have failed or were lost."""
-    newest = sa.select(tasks.c.state).where(_OF_NODE).order_by(tasks.c.created_at.desc())
-    states = newest.limit(_NEWEST).correlate(nodes).subquery()
-    failed = states.c.state.in_((TaskState.FAILED, TaskState.LOST))
-    return sa.select(sa.func.count()).select_from(states).where(failed).scalar_subquery()
+_FAILED = tasks.c.state.in_((TaskState.FAILED, TaskState.LOST))
+_LONG = tasks.c.finished_at - tasks.c.started_at > SLOW_S
+
+
+def _of_newest(which: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+    """How many of a node's newest comparisons are such."""
+    newest = sa.select(which.label("such")).where(_OF_NODE).order_by(tasks.c.created_at.desc())
+    rows_of = newest.limit(_NEWEST).correlate(nodes).subquery()
+    return sa.select(sa.func.count()).select_from(rows_of).where(rows_of.c.such).scalar_subquery()
 
 
 def _asked_at() -> sa.ColumnElement[Any]:

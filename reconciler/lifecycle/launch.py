@@ -161,8 +161,8 @@ def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     quota.admit(conn, launch.project_id, 0)
     node, discovery = baremetal.reserve(conn, launch.want())
     document = discovery.document
-    # Each is listed, of which the contract allows few. The host's own count may be any.
-    gpus = len(document["gpu"])
+    # The host's own count may be any. Of those that it lists, the contract allows few.
+    gpus = len({gpu["address"] for gpu in document["gpu"]})
     quota.admit(conn, launch.project_id, gpus)
     if pool:
         guest_pool.require_memory(pool, document["host"]["memory_mib"])

@@ -41,12 +41,12 @@ def storable_parts(refusal: Refusal) -> dict[str, str]:
 
 def _unstorable(value: object, deeper: int) -> list[str] | None:
     """The path to the first value that cannot be stored."""
-    if isinstance(value, str | float):
+    if isinstance(value, (str, float)):
         bad = _NO_TEXT.search(value) if isinstance(value, str) else not math.isfinite(value)
         return [] if bad else None
     pairs: Iterable[tuple[object, object]]
     # A dict by its own type first: the check by an abstract one takes longer.
-    if isinstance(value, dict | Mapping):
+    if isinstance(value, (dict, Mapping)):
         pairs = value.items()
     elif isinstance(value, list | tuple):
         pairs = enumerate(value)

@@ -279,7 +279,7 @@ def replace_gateway(settings: Settings, engine: Engine, act: Act) -> int:
     replace_gateway_ca(trust, record)
     export_gateway(trust, gateway_folder(settings.state_dir))
     with reading(engine) as conn:
-        node_ids = drift.due(conn, every_s=0, at_once=1_000_000)
+        node_ids = drift.every_host(conn)
     for node_id in node_ids:
         retrying(engine, partial(drift.queue_comparison, node_id=node_id, act=act))
     return len(node_ids)

@@ -29,6 +29,7 @@ import httpx
 import jwt
 
 from reconciler.model.errors import Problem
+from reconciler.model.storable import unstorable
 
 log = logging.getLogger("gpuaas.oidc")
 
@@ -287,16 +288,17 @@ class Verifier:
 
 def identity_of(provider: Provider, claims: Claims) -> Identity:
     """The holder of verified claims; ValueError without a usable name."""
-    for claim, longest in (("sub", _LONGEST_SUBJECT), (provider.name_claim, _LONGEST_NAME)):
-        value = claims.get(claim)
-        if not _printable(value) or not 0 < len(value) <= longest:
-            raise ValueError(f"no usable {claim}")
+    subject, name = claims.get("sub"), claims.get(provider.name_claim)
+    if not _storable(subject) or not 0 < len(subject) <= _LONGEST_SUBJECT:
+        raise ValueError("no usable sub")
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+        raise ValueError(f"no usable {provider.name_claim}")
     groups = groups_of(provider, claims)
     prefix = provider.project_prefix
-    subject = f"{provider.issuer}\n{claims['sub']}".encode()
+    named = f"{provider.issuer}\n{subject}".encode()
     return Identity(
-        id=f"oidc:{hashlib.sha256(subject).hexdigest()[:32]}",
-        name=claims[provider.name_claim],
+        id=f"oidc:{hashlib.sha256(named).hexdigest()[:32]}",
+        name=name,
         admin=bool(provider.admin_group) and provider.admin_group in groups,
         projects=frozenset(
             group.removeprefix(prefix) for group in groups if prefix and group.startswith(prefix)
@@ -310,11 +312,11 @@ def groups_of(provider: Provider, claims: Claims) -> list[str]:
     value = claims.get(provider.groups_claim)
     # A single group, or several separated by spaces, like scopes.
     listed = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
-    return list(filter(_printable, listed))
+    return list(filter(_storable, listed))
 
 
-def _printable(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and value.isprintable()
+def _storable(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and unstorable(value) is None
 
 
 def trusted(url: str) -> bool:

@@ -242,7 +242,9 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
         if not attached and (task.allocation_id or task.fences):
             retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
         attached = True
-        if state.phase is Phase.ABSENT:
+        # Another worker may have freed the lock after this one was kept out by it: then to begin it
+        # is this one's turn.
+        if state.phase is Phase.ABSENT and (since or not RunPaths(directory).lock.exists()):
             outcome = collect.end_without_folder(directory, by_awx=settings.launcher == "awx")
             if outcome is not None:
                 settle(engine, settings, handler, task, outcome)

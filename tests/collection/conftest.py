@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -93,6 +94,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
             subprocess.run([ROOT / "scripts" / "collection-archive", home], check=True)
             (archive,) = home.glob("gpuaas-slice-*.tar.gz")
             words = ("collection", "install", str(archive), "-p", f"{target}.new", "--offline")
+            # Of a worker that was ended in the middle.
+            shutil.rmtree(f"{target}.new", ignore_errors=True)
             run(home, "ansible-galaxy", *words)
             Path(f"{target}.new").rename(target)
     (archive,) = home.glob("gpuaas-slice-*.tar.gz")

@@ -52,17 +52,19 @@ def certificate(stage: Stage, tmp_path: Path) -> Iterator[Path]:
     threading.Thread(target=loop.run_forever, daemon=True).start()
     public, network = stage.service.environment["GPUAAS_PUBLIC_URL"], stage.profile()["network"]
     allowed = [*network["allowed_networks"], f"{gateway}/32"]
-    stage.use(network={**network, "allowed_networks": allowed})
-    _serve_at(stage, f"https://{gateway}:{port}")
     # Its operator lets the host trust the authority, too; it loads images by the same links.
     file = "/usr/local/share/ca-certificates/lab-api.crt"
     script = f"cat > {file}; update-ca-certificates"
     stage.on_host("sh", "-c", f"'{script}'", stdin=certificate.read_text())
-    yield certificate
+    stage.use(network={**network, "allowed_networks": allowed})
+    try:
+        _serve_at(stage, f"https://{gateway}:{port}")
+        yield certificate
+    finally:
+        stage.use(network=network)
+        _serve_at(stage, public)
+        loop.call_soon_threadsafe(loop.stop)
     stage.on_host("sh", "-c", f"'rm {file}; update-ca-certificates --fresh'")
-    stage.use(network=network)
-    _serve_at(stage, public)
-    loop.call_soon_threadsafe(loop.stop)
 
 
 def _serve_at(stage: Stage, url: str) -> None:

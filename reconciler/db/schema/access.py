@@ -214,7 +214,7 @@ class NodeCertificate(Row):
 class IdempotencyKey(Row):
     """The key of a request with its answer, or with the request that works on it.
 
-    job_id: the first job that the request has queued. The key goes with it, so that the limit of a
+    job_id: the last job that the request has queued. The key goes with it, so that the limit of a
     project's jobs bounds its keys.
     """
 
