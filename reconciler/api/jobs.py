@@ -395,7 +395,7 @@ def _announced(
         reason="requested by its project",
         status=201,
         counted=False,
-        job_of=lambda _: ids[-1],
+        job_of=lambda: ids[-1],
     )
     if ids:
         context.request.app.state.waits.wake(project_id, models)

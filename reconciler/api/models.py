@@ -26,8 +26,9 @@ from reconciler.db import clock
 Record = dict[str, Any]
 
 # Control characters of both sets, line separators, and marks that turn the direction of a text: a
-# log or a list would show other words than were written.
-_NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]*$"
+# log or a list would show other words than were written. UNPRINTED: those beyond ASCII's first 32.
+UNPRINTED = r"\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+_NO_CONTROL_CHARACTERS = rf"^[^\x00-\x1f{UNPRINTED}]*$"
 
 # Of an identifier. It excludes anything that could be read as a file path.
 ID_LENGTH, ID_PATTERN = 128, r"^[A-Za-z0-9][A-Za-z0-9._:-]*$"

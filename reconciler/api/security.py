@@ -154,7 +154,7 @@ class Context:
         key_required: bool = False,
         secrets: frozenset[str] = frozenset(),
         counted: bool = True,
-        job_of: Callable[[Record], str] | None = None,
+        job_of: Callable[[], str] | None = None,
     ) -> JSONResponse:
         """Do the work in one transaction, as the caller's act with the reason in the body.
 
@@ -162,7 +162,7 @@ class Context:
 
         reason: the reason where the body has none.
         counted: whether it counts among the changes by a member, which have a rate of their own.
-        job_of: the job with which the answer is deleted.
+        job_of: names, after the work, the job with which the answer is deleted.
         secrets: fields of the answer that are shown once and never stored, because everybody who
         reads the database could read them in the table of remembered answers. A repetition is
         refused, as it cannot show them again.
@@ -183,7 +183,7 @@ class Context:
         def done(conn: Connection) -> idempotency.Answer:
             document = encode(work(conn, act))
             hidden.update((name, document.pop(name)) for name in secrets)
-            return idempotency.Answer(status, document, job_id=job_of and job_of(document))
+            return idempotency.Answer(status, document, job_id=job_of and job_of())
 
         key = idempotency_key(self.request.headers)
         if not key and not key_required:

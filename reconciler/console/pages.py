@@ -13,15 +13,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
+from reconciler.api.models import UNPRINTED
 from reconciler.model import states
 
 HERE = Path(__file__).parent
 # Shown instead of control characters and of marks that turn the direction of a text, in which a
 # host or a guest would have another word shown than it wrote. Members' texts have none.
 UNSHOWN = "\N{REPLACEMENT CHARACTER}"
-_CONTROLS = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)
+_CONTROLS = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f{UNPRINTED}]")
 HTMX = "htmx-4.0.1.min.js"
 SSE = "hx-sse-4.0.1.min.js"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400

@@ -373,10 +373,11 @@ def _last_failed() -> sa.ColumnElement[bool]:
     """Whether the last comparison of a node has failed or was lost."""
     state = sa.select(tasks.c.state).where(_OF_NODE).order_by(tasks.c.created_at.desc()).limit(1)
     last = sa.func.coalesce(state.correlate(nodes).scalar_subquery(), "")
-    return last.in_((TaskState.FAILED, TaskState.LOST))
+    return last.in_(_BROKEN)
 
 
-_FAILED = tasks.c.state.in_((TaskState.FAILED, TaskState.LOST))
+_BROKEN = (TaskState.FAILED, TaskState.LOST)
+_FAILED = tasks.c.state.in_(_BROKEN)
 _LONG = tasks.c.finished_at - tasks.c.started_at > SLOW_S
 
 
