@@ -229,12 +229,14 @@ def _require_paid(wait_s: float, *, expected: str, found: str, remedy: str) -> N
 class Rates(Buckets):
     """Requests of each token, at PER_S of them a second; changes by each member, at ACTS_PER_S."""
 
-    def take(self, token_id: str, holders: int = 1) -> None:
+    def take(
+        self, token_id: str, holders: int = 1, per_s: float = PER_S, burst: int = BURST
+    ) -> None:
         """Count a request; Problem `rate_exceeded` for one too many, which is not counted.
 
-        holders: so many share the token.
+        holders: so many share the token. per_s, burst: of each, sustained and at once.
         """
-        per_s, burst = PER_S * holders, BURST * holders
+        per_s, burst = per_s * holders, burst * holders
         _require_paid(
             self.wait_s(token_id, per_s, burst),
             expected=f"at most {per_s:.0f} requests a second of a token",

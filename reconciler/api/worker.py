@@ -31,6 +31,9 @@ from reconciler.pools.runner import checked
 router = APIRouter(prefix="/worker", tags=["worker"])
 T = TypeVar("T")
 
+# Registrations, heartbeats and ends of each worker, sustained and at once. Each writes to the disk,
+# and a worker in order sends a tenth of that.
+_ACTS_PER_S, _ACTS_BURST = 1.0, 60
 # The longest wait for a job to be due.
 _WAIT_S = 20
 # First pause of a wait for a job. Each further one is twice as long, up to the service's poll.
@@ -106,6 +109,13 @@ class Credential:
 
     request: Request
     pool: Pool
+
+    def act(self, work: Callable[..., T], **given: Any) -> T:
+        """As `write`, for what a worker seldom does."""
+        key = f"acts of pool {self.pool.id}"
+        rates = self.request.app.state.rates
+        rates.take(key, self.pool.replicas, _ACTS_PER_S, _ACTS_BURST)
+        return self.write(work, **given)
 
     def write(self, work: Callable[..., T], **given: Any) -> T:
         """Do the work in a transaction, unless the token is no longer valid in it."""
@@ -276,7 +286,7 @@ def register(body: Registration, worker: Worker) -> Registered:
     """Called by a worker that has loaded its models."""
     program = _PROGRAM.match(worker.request.headers.get("user-agent", ""))
     version = program[1] if program else ""
-    row = worker.write(remote.register, **body.model_dump(), version=version)
+    row = worker.act(remote.register, **body.model_dump(), version=version)
     return Registered(worker_id=row.id, lease_s=leases.LEASE_S, beat_s=leases.BEAT_S)
 
 
@@ -302,7 +312,7 @@ def turn(body: Turn, worker: Worker) -> Turned:
 @router.post("/renew")
 def renew(body: Renewal, worker: Worker) -> Renewed:
     """The worker's heartbeat. A job that is not `held` has gone to another worker."""
-    held = worker.write(remote.renew, worker_id=body.worker_id, tokens=body.tokens)
+    held = worker.act(remote.renew, worker_id=body.worker_id, tokens=body.tokens)
     return Renewed(held=sorted(held), serving=worker.pool.state in SERVING_POOLS)
 
 
@@ -332,5 +342,5 @@ async def due(body: Wait, worker: Worker) -> Due:
 @router.post("/leave")
 def leave(body: Leaving, worker: Worker) -> Left:
     """Called by a worker that ends. Jobs that it holds are queued again."""
-    worker.write(remote.leave, worker_id=body.worker_id)
+    worker.act(remote.leave, worker_id=body.worker_id)
     return Left()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 
 from reconciler.model.errors import Refusal
 
@@ -27,6 +29,19 @@ def unstorable(document: object) -> str | None:
     """
     path = _unstorable(document, _DEEPEST)
     return None if path is None else ".".join(map(storable_text, path))[:_LONGEST_PATH]
+
+
+def stored_size(document: object, most: int) -> int:
+    """Bytes of a document as a database gives it back; a document above `most` is not measured
+    further. PostgreSQL gives numbers such as 1e308 and 1e-308 with all their digits.
+    """
+    text = json.dumps(document)
+    size = len(text)
+    if size <= most and ("e+" in text or "e-" in text):
+        numbers: list[str] = []
+        json.loads(text, parse_float=numbers.append)
+        size += sum(len(f"{Decimal(number):f}") - len(number) for number in numbers)
+    return size
 
 
 def storable_text(text: str) -> str:

@@ -22,6 +22,7 @@ from reconciler.model.jobs import Call, Outcome
 from reconciler.pools import leases
 from reconciler.pools.queue import Away, Dismissed, Ended, Turn
 from reconciler.pools.remote import HELD
+from reconciler.runs.service_access import Deadline, end_at
 
 log = logging.getLogger("gpuaas.jobs")
 
@@ -30,7 +31,7 @@ _PATH = "/api/v1/worker"
 ANSWER_BYTES = 32 << 20
 # Below the limit of the service for a request.
 _REQUEST_BYTES = 900 << 10
-# Of a whole answer, however slowly it comes.
+# Of a request with its answer, however slowly it comes.
 _TIMEOUT_S = 15.0
 # So long a request waits for a job to be due, and so SIGTERM may have to wait.
 _WAIT_S = 5
@@ -61,12 +62,9 @@ class ApiQueue:
         self._token = secret()
         self._models = models
         self._stopping = stopping
-        # A proxy would read a token that travels without TLS.
-        private = url.startswith("https:")
-        agent = {"user-agent": f"gpuaas-worker/{program_version()}"}
-        self._http = httpx.Client(
-            base_url=url, timeout=_TIMEOUT_S, trust_env=private, headers=agent
-        )
+        self._url = url
+        # The heartbeat must not wait for the end of another request, nor have its deadline.
+        self._own = threading.local()
         self._id = ""
         self._registering = threading.Lock()
         self._serving = True
@@ -133,6 +131,9 @@ class ApiQueue:
         """The service does it."""
 
     def leave(self) -> None:
+        if self._claim:
+            # Its answer was lost. What it brought would count as lost with this worker.
+            self._turn((), self._turn((), (), 1).calls, 0)
         # A pool that ends may have ended with the last job.
         if not self._serving:
             return
@@ -179,8 +180,10 @@ class ApiQueue:
                 self._serving = False
                 self._stopping.set()
             return answer
-        code = answer.get("code", "no code")
-        reason = f"{code} ({status}): expected {answer.get('expected')}, {answer.get('remedy')}"
+        if not {"code", "expected", "remedy"} <= answer.keys():
+            raise _strange(f"status {status}, {answer}")
+        code = answer["code"]
+        reason = f"{code} ({status}): expected {answer['expected']}, {answer['remedy']}"
         # A seat of the pool comes free within its lease.
         if status >= httpx.codes.INTERNAL_SERVER_ERROR or status in _PASSING or code == "pool_full":
             raise Away(f"the service refuses: {reason}")
@@ -210,21 +213,19 @@ class ApiQueue:
 
     def _send(self, act: str, body: Mapping[str, Any], token: str) -> tuple[int, dict[str, Any]]:
         """Status and document of an answer, which is limited in size and time."""
-        end = time.monotonic() + _TIMEOUT_S + body.get("wait_s", 0)
+        http, deadline = self._client()
+        limit_s = _TIMEOUT_S + body.get("wait_s", 0)
+        deadline.ends = time.monotonic() + limit_s
         headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         content = bytearray()
         try:
-            with self._http.stream(
-                "POST",
-                f"{_PATH}/{act}",
-                json=body,
-                headers=headers,
-                timeout=httpx.Timeout(_TIMEOUT_S + body.get("wait_s", 0)),
+            with http.stream(
+                "POST", f"{_PATH}/{act}", json=body, headers=headers, timeout=limit_s
             ) as response:
-                for piece in response.iter_raw(1 << 16):
+                for piece in response.iter_raw():
                     content += piece
-                    if len(content) > ANSWER_BYTES or time.monotonic() > end:
-                        raise Away("the service's answer is too long, or too slow")
+                    if len(content) > ANSWER_BYTES:
+                        raise Away("the service's answer is too long")
             document = json.loads(content)
         except (httpx.HTTPError, httpx.InvalidURL) as failure:
             raise Away(f"the service does not answer: {failure!r}") from failure
@@ -233,6 +234,17 @@ class ApiQueue:
         if not isinstance(document, dict):
             raise _strange(document)
         return response.status_code, document
+
+    def _client(self) -> tuple[httpx.Client, Deadline]:
+        """The calling thread's own."""
+        if not hasattr(self._own, "client"):
+            agent = {"user-agent": f"gpuaas-worker/{program_version()}"}
+            # A proxy would read a token that travels without TLS.
+            private = self._url.startswith("https:")
+            client = httpx.Client(base_url=self._url, trust_env=private, headers=agent)
+            self._own.client = client, end_at(client)
+        mine: tuple[httpx.Client, Deadline] = self._own.client
+        return mine
 
 
 def _outcome(call: Call, outcome: Outcome) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -20,7 +18,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.jobs import ENDED, OPEN, JobStatus
 from reconciler.model.pools import SERVING_POOLS
-from reconciler.model.storable import STORABLE, unstorable
+from reconciler.model.storable import STORABLE, stored_size, unstorable
 from reconciler.pools import control, counts
 
 ORDER = Order(jobs, ("enqueued_at", "id"), descending=True)
@@ -395,13 +393,7 @@ def _changed(values: Mapping[str, Any]) -> sa.Update:
 
 def input_size(number: int, given: Mapping[str, Any]) -> int:
     """Bytes of a job's input; a Problem for an input that is too large or cannot be stored."""
-    text = json.dumps(given)
-    size = len(text)
-    if size <= INPUT_BYTES and ("e+" in text or "e-" in text):
-        # As workers get numbers from PostgreSQL, which gives 1e308 and 1e-308 with all digits.
-        numbers: list[str] = []
-        json.loads(text, parse_float=numbers.append)
-        size += sum(len(f"{Decimal(number):f}") - len(number) for number in numbers)
+    size = stored_size(given, INPUT_BYTES)
     if size > INPUT_BYTES:
         raise Problem(
             "input_too_large",

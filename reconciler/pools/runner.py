@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from reconciler.model.storable import STORABLE, storable_text, unstorable
+from reconciler.model.storable import STORABLE, storable_text, stored_size, unstorable
 
 RESULT_BYTES = 64 << 10
 # More than any message has, whose texts may consist of escaped characters.
@@ -116,13 +116,13 @@ def memory_exceeded() -> dict[str, str]:
 def checked(result: object) -> dict[str, Any]:
     """The answer with a result, or with the error of a result that cannot be kept."""
     if isinstance(result, Mapping) and unstorable(result) is None:
-        size = len(json.dumps(result).encode())
+        size = stored_size(result, RESULT_BYTES)
         if size <= RESULT_BYTES:
             return {"result": result}
         found = f"{size} bytes"
     else:
         found = f"another value, of type {type(result).__name__}"
-    expected = f"a document of at most {RESULT_BYTES} bytes, with {STORABLE}"
+    expected = f"a document of at most {RESULT_BYTES} bytes with all digits, with {STORABLE}"
     error = _error("result_invalid", expected, found, "ask the operators to correct the model")
     return {"error": error, "permanent": True}
 

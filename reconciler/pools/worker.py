@@ -130,7 +130,7 @@ class Worker:
         if ended:
             growth = min(_QUICK_S / max(self._runner.lag_s, 0.001), 2)
             self._limit = max(1, min(int(self._limit * growth), self._queue.most))
-        if self._lost:
+        if self._has_lost():
             ended += self._runner.outcomes(0, len(self._runner))
             self._revoke()
         elif self._runner.waits_s() > _QUICK_S:
@@ -201,7 +201,7 @@ class Worker:
         while len(self._runner) and not self._has_to_end():
             self._moved = time.monotonic()
             ended += self._runner.outcomes(_LOOK_S, len(self._runner))
-            if self._lost:
+            if self._has_lost():
                 self._revoke()
         # A call may have ended while jobs were given back.
         ended += self._runner.outcomes(0, len(self._runner))
@@ -209,6 +209,12 @@ class Worker:
         if ended or rest:
             self._recorded(ended, self._persist(partial(self._queue.turn, ended, rest, 0)))
         self._forget(rest)
+
+    def _has_lost(self) -> bool:
+        """Whether leases are lost: all are if they end while a heartbeat waits for its answer."""
+        if self._beats_since < self._leased_until < time.monotonic():
+            self._lost = set(self._held)
+        return bool(self._lost)
 
     def _revoke(self) -> None:
         """Let go of the jobs whose lease is lost; the one that runs is ended."""

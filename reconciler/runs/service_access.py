@@ -105,12 +105,13 @@ class _Backend(httpcore.SyncBackend):
         raise lost
 
 
-class _Transport(httpx.HTTPTransport):
-    """httpx's own, with connections that end at a deadline."""
-
-    def __init__(self, context: ssl.SSLContext, deadline: Deadline) -> None:
-        super().__init__(verify=context, trust_env=False)
-        self._pool = httpcore.ConnectionPool(context, network_backend=_Backend(deadline))
+def end_at(client: httpx.Client, deadline: Deadline | None = None) -> Deadline:
+    """Let all connections of a client end at a deadline, those by proxies included."""
+    deadline = deadline or Deadline(0.0)
+    for transport in (client._transport, *client._mounts.values()):
+        if isinstance(transport, httpx.HTTPTransport):
+            transport._pool._network_backend = _Backend(deadline)
+    return deadline
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,10 @@ class ServiceAccess:
                 unreadable,
                 f"correct GPUAAS_{self.NAME}_CA_FILE",
             ) from unreadable
-        transport = _Transport(context, deadline)
         headers = {"Accept-Encoding": "identity"}
-        return httpx.Client(
-            base_url=self.url, transport=transport, trust_env=False, headers=headers
-        )
+        client = httpx.Client(base_url=self.url, verify=context, trust_env=False, headers=headers)
+        end_at(client, deadline)
+        return client
 
     def require_trust(self, lost: Exception) -> None:
         """RunError `<name>_untrusted` when the request ended because of the certificate."""

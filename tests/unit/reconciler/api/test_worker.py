@@ -269,6 +269,7 @@ def test_a_clock_set_back_keeps_no_seat(new: Stack, worker: Worker) -> None:
     ("end", "code"),
     [
         ({"result": {"text": "x" * (1 << 16)}}, "result_invalid"),
+        ({"result": {"numbers": [1e308] * 300}}, "result_invalid"),
         ({"result": {"text": "\ud800"}}, "result_invalid"),
         ({"result": {"number": float("inf")}}, "result_invalid"),
         ({"result": json.loads('{"x":' * 900 + "1" + "}" * 900)}, "result_invalid"),
@@ -352,6 +353,16 @@ def test_a_flood_of_requests_is_refused(
     with pytest.raises(Problem, match="at most 200"):
         for _ in range(2):
             rates.take("a pool of two", 2)
+
+
+def test_acts_that_each_write_to_the_disk_have_a_pace_of_their_own(
+    new: Stack, worker: Worker
+) -> None:
+    app: Any = new.client().app
+    app.state.rates._paid = {f"acts of pool {pool_of(new).id}": time.monotonic() + 1e6}
+    for act, body in (("renew", {"tokens": []}), ("leave", {})):
+        assert worker.ask(act, **body).json()["code"] == "rate_exceeded"
+    assert worker.ask("turn").status_code == 200
 
 
 def pool_of(stack: Stack) -> Pool:

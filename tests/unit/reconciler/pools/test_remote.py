@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -172,10 +172,15 @@ def give_up(workers: Workers) -> None:
         remote.tend(conn)
 
 
+def refusal(code: str) -> dict[str, str]:
+    return {"code": code, "expected": "a", "found": "b", "remedy": "c"}
+
+
 @contextmanager
 def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
     """The address of a service that answers with documents, or bytes as they are, by path, and the
-    requests that it gets. A function of the request's credential may make an answer.
+    requests that it gets. A function of the request's credential may make an answer. An iterator
+    gives a whole answer, headers included, in pieces.
     """
     asked: list[tuple[str, dict[str, Any]]] = []
 
@@ -186,15 +191,16 @@ def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dic
             answer = answers[act]
             if callable(answer):
                 answer = answer(self.headers["Authorization"])
+            if isinstance(answer, Iterator):
+                with suppress(ConnectionError):
+                    self.wfile.writelines(answer)
+                return
             status, content = answer if isinstance(answer, tuple) else (200, answer)
             self.send_response(status)
             self.send_header("Location", "/elsewhere")
             self.end_headers()
-            pieces = content if isinstance(content, list) else [content]
-            for piece in pieces:
-                self.wfile.write(piece if isinstance(piece, bytes) else json.dumps(piece).encode())
-                if len(pieces) > 1:
-                    time.sleep(0.05)
+            raw = isinstance(content, bytes)
+            self.wfile.write(content if raw else json.dumps(content).encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -211,24 +217,45 @@ def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dic
     "answer",
     [
         b"<html>login</html>",
-        [b"[]"],
+        b"[]",
         b"[" * 100_000,
         b'{"a": "' + b"x" * (1 << 20) + b'"}',
-        [b" "] * 100,
         (302, {"worker_id": "w"}),
+        (404, {"code": "NotFound", "message": "no such route"}),
         (503, {"code": "database_unavailable"}),
         {"worker_id": "w", "lease_s": [], "beat_s": 1},
     ],
 )
 def test_a_strange_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
     monkeypatch.setattr("reconciler.pools.api_queue.ANSWER_BYTES", 1 << 19)
-    timeout_s = 1.0 if answer == [b" "] * 100 else 60.0
-    monkeypatch.setattr("reconciler.pools.api_queue._TIMEOUT_S", timeout_s)
-    expected = Dismissed if answer == (302, {"worker_id": "w"}) else Away
     with scripted({"register": answer}) as (url, _):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
-        with pytest.raises(expected):
+        with pytest.raises(Away):
             queue.serve({})
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [(b"HTTP/1.0 200 OK\r\n", b"A: b\r\n"), (b"HTTP/1.0 200 OK\r\n\r\n", b" ")],
+    ids=["headers", "body"],
+)
+def test_a_slow_answer_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch, first: bytes, piece: bytes
+) -> None:
+    monkeypatch.setattr("reconciler.pools.api_queue._TIMEOUT_S", 0.5)
+    left = [piece] * 400
+
+    def slow() -> Iterator[bytes]:
+        yield first
+        while left:
+            time.sleep(0.05)
+            yield left.pop()
+
+    with scripted({"register": slow()}) as (url, _):
+        queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
+        with pytest.raises(Away):
+            queue.serve({})
+        assert left
 
 
 def test_a_job_is_given_up_when_its_lease_ends_without_the_service(tmp_path: Path) -> None:
@@ -273,7 +300,7 @@ def test_a_worker_that_is_always_unknown_does_not_register_without_a_pause() -> 
     """Nor does it when it ends anyway."""
     answers: dict[str, Any] = {
         "register": {"worker_id": "w", "lease_s": 30.0, "beat_s": 10.0},
-        **dict.fromkeys(("due", "turn", "renew", "leave"), (404, {"code": "worker_not_found"})),
+        **dict.fromkeys(("due", "turn", "renew", "leave"), (404, refusal("worker_not_found"))),
     }
     pauses: list[float | None] = []
 
@@ -299,21 +326,22 @@ def test_a_worker_that_is_always_unknown_does_not_register_without_a_pause() -> 
     registered = [act for act, _ in asked].count("register")
     assert pauses == [1.0] * 4
     assert 2 < registered < 7
-    assert [act for act, _ in asked[before:]] == ["leave"]
+    # It cannot give back what its last claim may have brought, which it does first.
+    assert [act for act, _ in asked[before:]] == ["turn"]
 
 
 def test_a_worker_comes_back_once_there_is_a_seat_and_while_its_pool_serves() -> None:
     answers: dict[str, Any] = {
         "register": {"worker_id": "w", "lease_s": 30.0, "beat_s": 10.0},
-        "renew": (404, {"code": "worker_not_found"}),
+        "renew": (404, refusal("worker_not_found")),
     }
     with scripted(answers) as (url, _):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
         queue.serve({})
-        answers["register"] = (409, {"code": "pool_full"})
+        answers["register"] = (409, refusal("pool_full"))
         with pytest.raises(Away):
             queue.renew([])
-        answers["register"] = (409, {"code": "pool_ended"})
+        answers["register"] = (409, refusal("pool_ended"))
         with pytest.raises(Dismissed):
             queue.renew([])
 
@@ -336,7 +364,27 @@ def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:
     assert repeated == [first, first] and fresh != first
 
 
-REFUSED = (401, {"code": "unauthenticated"})
+def test_a_worker_that_ends_gives_a_claim_without_an_answer_back() -> None:
+    job = {"id": "j", "token": "t", "model": "m", "timeout_s": 600, "input": {}}
+    answers: dict[str, Any] = {
+        "register": {"worker_id": "w", "lease_s": 30, "beat_s": 10},
+        "turn": (503, {}),
+        "leave": {},
+    }
+    with scripted(answers) as (url, asked):
+        queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
+        queue.serve({})
+        with pytest.raises(Away):
+            queue.turn((), (), 1)
+        answers["turn"] = {"jobs": [job], "counted": 0, "serving": True}
+        queue.leave()
+    lost, again, back, left = asked[1:]
+    assert again[1]["claim"]["token"] == lost[1]["claim"]["token"]
+    assert back[1]["returned"] == [{"id": "j", "token": "t"}] and "claim" not in back[1]
+    assert left[0] == "leave"
+
+
+REFUSED = (401, refusal("unauthenticated"))
 REGISTERED = {"worker_id": "w", "lease_s": 30.0, "beat_s": 10.0}
 
 
