@@ -100,7 +100,7 @@ options:
 requirements:
   - Open vSwitch
   - nftables
-  - dnsmasq
+  - dnsmasq 2.90 or later
   - netplan
 seealso:
   - module: gpuaas.slice.slice_upkeep
