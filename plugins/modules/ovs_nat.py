@@ -18,6 +18,9 @@ description:
   - The bridge fails closed. Guests reach public addresses, O(allowed_networks), and of the host
     DHCP, DNS and ping; nothing but answers and managed ingress reaches a guest. Open vSwitch and
     the host's firewall (table C(inet gpuaas_slice)) both enforce this.
+  - To guests, a name with an address that they cannot reach does not exist, so that those of BMCs
+    in internal zones of the site stay unknown. Answers have no IPv6 addresses and no records of the
+    types HTTPS and SVCB. O(name_servers) hides all of an internal zone.
   - C(gpuaas-slice-network-baseline.service) keeps running, compares the bridge's fail mode, every
     flow and the firewall with the guards of the slices, and restores them within seconds. It
     brings back the bridge, its address, forwarding, NAT and dnsmasq within ten seconds.
@@ -70,6 +73,13 @@ options:
     type: list
     elements: str
     default: []
+  name_servers:
+    description: >-
+      Addresses of the name servers that answer guests' queries. Without it they are those of the
+      host, which may know internal zones of the site.
+    type: list
+    elements: str
+    default: []
   packets_per_second:
     description: >-
       Packets that each guest may send a second, from 1000 to 100000000. A frame of segmentation
@@ -90,7 +100,7 @@ options:
 requirements:
   - Open vSwitch
   - nftables
-  - dnsmasq
+  - dnsmasq 2.90 or later
   - netplan
 seealso:
   - module: gpuaas.slice.slice_upkeep
@@ -142,6 +152,7 @@ def main() -> None:
             "tmfifo": {"type": "bool", "default": False},
             "allowed_networks": {"type": "list", "elements": "str", "default": []},
             "denied_networks": {"type": "list", "elements": "str", "default": []},
+            "name_servers": {"type": "list", "elements": "str", "default": []},
             "packets_per_second": {"type": "int", "default": 200_000},
             "egress_probe": {"type": "str", "default": ""},
             "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},

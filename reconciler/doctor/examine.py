@@ -11,7 +11,16 @@ from pydantic import ValidationError
 from sqlalchemy import Connection
 
 from reconciler.db.engine import open_engine, reading
-from reconciler.doctor import Finding, fail, installation, inventory, ok, services, warn
+from reconciler.doctor import (
+    Finding,
+    exposure,
+    fail,
+    installation,
+    inventory,
+    ok,
+    services,
+    warn,
+)
 from reconciler.service.configuration import OTHERS
 from reconciler.settings import CONFIG_FILE_VARIABLE, PREFIX, Settings, config_file, refused
 
@@ -43,6 +52,7 @@ _RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] =
     "host_certificates": services.host_certificates,
     "images": services.image_files,
     "fabric": services.fabric,
+    "guest_reach": exposure.guest_reach,
     "processes": services.processes,
     "job_workers": services.job_workers,
     "leader": services.loops_leader,

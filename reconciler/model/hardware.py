@@ -23,7 +23,7 @@ _NO_SERIALS = frozenset((
     "base board serial number", "0123456789", "123456789", "1234567890",
 ))  # fmt: skip
 # Networks that guests reach if the profile allows them, and those that they never reach, as in
-# `network/_flows.py` of the collection.
+# `network/_baseline_files.py` of the collection.
 PRIVATE = (
     *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
     *("192.0.0.0/24", "192.0.2.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),

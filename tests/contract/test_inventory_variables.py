@@ -38,7 +38,10 @@ UNREAD = {"slice_profile_file", "slice_profile_overrides", "slice_serial", "resu
 # Of a state that removes the network, for which they are not read.
 UNREAD |= {
     f"slice_network_{name}"
-    for name in ("allowed_networks", "denied_networks", "packets_per_second", "egress_probe")
+    for name in (
+        *("allowed_networks", "denied_networks", "name_servers"),
+        *("packets_per_second", "egress_probe"),
+    )
 }
 
 

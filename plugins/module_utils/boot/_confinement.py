@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
@@ -21,6 +21,10 @@ _LIBVIRTS = "/etc/apparmor.d/abstractions/libvirt-qemu"
 _NUMA = "  /sys/devices/system/node/node[0-9]*/cpumap r,"
 _SECURITY = "/sys/kernel/security"
 _ROOT = ("root", "+0", "0")
+# virtlogd's defaults: bytes of a log before it is rotated, and rotated logs that are kept.
+_LOG_SIZE, _LOG_BACKUPS = 2 << 20, 3
+# Largest logs of one guest's console, so that those of a host's eight guests fit on its disk.
+_CONSOLE_MIB = 256
 
 
 def security_module() -> str:
@@ -84,13 +88,26 @@ def console_problems(guests: Iterable[int]) -> list[str]:
         refusals.append(
             f'{QEMU} has stdio_handler = "file": QEMU writes console logs without a limit'
         )
-    if _settings(LOGGING).get("max_size") == "0":
-        refusals.append(f"{LOGGING} has max_size = 0, which is no limit")
+    refusals += _log_problems(_settings(LOGGING))
     logs = set(_object_names.files("console"))
     for pid in guests:
         if logs & {name for _pid, name in _host.open_files(str(pid))}:
             refusals.append(f"QEMU {pid} writes its console log itself, without a limit")
     return refusals
+
+
+def _log_problems(settings: Mapping[str, str]) -> list[str]:
+    """Why virtlogd would let a console log grow too large."""
+    size_text = settings.get("max_size", str(_LOG_SIZE))
+    backups_text = settings.get("max_backups", str(_LOG_BACKUPS))
+    shown = f"{LOGGING} has max_size = {size_text} and max_backups = {backups_text}"
+    if not (size_text.isdecimal() and backups_text.isdecimal()):
+        return [f"{shown}, which are not both numbers"]
+    if int(size_text) == 0:
+        return [f"{shown}: a size of 0 is no limit"]
+    if int(size_text) * (1 + int(backups_text)) > _CONSOLE_MIB << 20:
+        return [f"{shown}: more than {_CONSOLE_MIB} MiB for the console of one guest"]
+    return []
 
 
 def _of_process(pid: int, module: str) -> Iterator[str]:

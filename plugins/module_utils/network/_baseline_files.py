@@ -7,7 +7,7 @@ load on a host.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,8 +35,18 @@ QUERIES = 50
 # Most queries of all guests that wait for an upstream answer. dnsmasq waits for ten seconds, so
 # this suffices for eight guests and their bursts.
 _OPEN_QUERIES = 8 * QUERIES * 11
-# The site's rule for destinations of guests.
+# The site's rule for destinations of guests, and the servers that answer their DNS queries.
 EGRESS = ("allowed_networks", "denied_networks")
+NAME_SERVERS = "name_servers"
+# Destinations that no guest reaches unless the site allows it: private and shared address space
+# (RFC 1918, RFC 6598), link-local with the metadata address, benchmarking, and the special purposes
+# of RFC 6890. Loopback, multicast and the rest of the last block are never allowed.
+PRIVATE = (
+    *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+    *("192.0.0.0/24", "192.0.2.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+)
+_LOOPBACK = "127.0.0.0/8"
+NEVER = ("0.0.0.0/8", _LOOPBACK, "169.254.0.0/16", "224.0.0.0/3")
 
 # Address of systemd-resolved, and its file with the name servers of the host's networks.
 _STUB, _UPLINKS = "127.0.0.53", "/run/systemd/resolve/resolv.conf"
@@ -59,7 +69,7 @@ def dhcp_lock(wait_s: float = 0) -> AbstractContextManager[None]:
 def settings(network: Network) -> dict[str, Any]:
     """The part of a profile's network that the boot service needs."""
     named = {key: network[key] for key in ("bridge", "address", "subnet")}
-    networks = {key: list(network.get(key) or ()) for key in EGRESS}
+    networks = {key: list(network.get(key) or ()) for key in (*EGRESS, NAME_SERVERS)}
     return {
         **named,
         **networks,
@@ -85,7 +95,8 @@ def dnsmasq(network: Network) -> str:
             "except-interface=lo",
             # The host has resolvers of its own.
             _binding(),
-            *_upstream(),
+            *_upstream(network),
+            *_hidden_addresses(network),
             "domain-needed",
             "bogus-priv",
             # A guest learns no names of neighbours or of the host's files, nor dnsmasq's version.
@@ -112,14 +123,42 @@ def dnsmasq(network: Network) -> str:
     )
 
 
-def _upstream() -> list[str]:
-    """dnsmasq's option for its name servers, if the host's own resolver is systemd-resolved.
+def _upstream(network: Network) -> list[str]:
+    """dnsmasq's options for its name servers: the profile's, else those of the host.
 
-    That answers from /etc/hosts, and with all addresses of the host for the host's name, so a guest
-    is served by the servers behind it.
+    systemd-resolved answers from /etc/hosts, and with all addresses of the host for the host's
+    name, so a guest is served by the servers behind it.
     """
+    if servers := network.get(NAME_SERVERS):
+        return ["no-resolv", *(f"server={server}" for server in servers)]
     rows = [row.split() for row in (_host.read("/etc/resolv.conf") or "").splitlines()]
     return [f"resolv-file={_UPLINKS}"] if ["nameserver", _STUB] in rows else []
+
+
+def _hidden_addresses(network: Network) -> list[str]:
+    """dnsmasq's options against addresses that a guest cannot reach, such as those of a site's BMCs
+    in its internal zones. A name with such an address does not exist for guests.
+
+    `stop-dns-rebind` would let shared address space and answers to ANY pass, and would refuse names
+    of allowed networks. Loopback is no address of the site, and lists of spam senders answer with
+    it. Guests have no IPv6, and records of services (HTTPS, SVCB) may contain addresses.
+    """
+    ranges = [*map(ipaddress.IPv4Network, (*PRIVATE, *NEVER))]
+    ranges.remove(ipaddress.IPv4Network(_LOOPBACK))
+    for allowed in map(ipaddress.IPv4Network, network.get("allowed_networks") or ()):
+        ranges = [part for each in ranges for part in _without(each, allowed)]
+    ranges += map(ipaddress.IPv4Network, network.get("denied_networks") or ())
+    hidden = [f"bogus-nxdomain={each}" for each in ipaddress.collapse_addresses(ranges)]
+    return [*hidden, "filter-AAAA", "filter-rr=HTTPS,SVCB"]
+
+
+def _without(
+    network: ipaddress.IPv4Network, part: ipaddress.IPv4Network
+) -> Iterable[ipaddress.IPv4Network]:
+    """The rest of a network without a part of it."""
+    if network.subnet_of(part):
+        return []
+    return network.address_exclude(part) if part.subnet_of(network) else [network]
 
 
 def _binding() -> str:

@@ -130,7 +130,7 @@ def rules(
     that may ask for their address. probe: address of parity's probe and its target.
     """
     egress = egress_of(network)
-    ranges = (*_flows.PRIVATE, *_flows.NEVER)
+    ranges = (*_baseline_files.PRIVATE, *_baseline_files.NEVER)
     guests = sorted(guests, key=lambda guard: guard.port)
     return _TEXT.format(
         table=TABLE,

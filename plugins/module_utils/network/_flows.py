@@ -41,14 +41,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network._packet_limit import ofctl
 
-# Destinations that no guest reaches unless the site allows it: private and shared address space
-# (RFC 1918, RFC 6598), link-local with the metadata address, benchmarking, and the special purposes
-# of RFC 6890. Loopback, multicast and the rest of the last block are never allowed.
-PRIVATE = (
-    *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
-    *("192.0.0.0/24", "192.0.2.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
-)
-NEVER = ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3")
 # Connections that a slice may have at once, of all kinds. `_bridge` keeps the kernel's table large
 # enough.
 CONNECTIONS = 16384
@@ -157,8 +149,10 @@ def rules(
     dhcp = f"udp,{source},nw_dst=255.255.255.255,tp_src=68,tp_dst=67"
     to_guest = f"in_port=LOCAL,dl_dst={guard.mac}"
     track = f"ct(commit,table={OUTBOUND},zone={port},exec(load:{_KEPT}->NXM_NX_CT_MARK[]))"
-    private = _outside((*PRIVATE, *NEVER), bridge.network)
-    local = _outside(local_addresses, bridge.network, *map(ipaddress.IPv4Network, NEVER))
+    private = _outside((*_baseline_files.PRIVATE, *_baseline_files.NEVER), bridge.network)
+    local = _outside(
+        local_addresses, bridge.network, *map(ipaddress.IPv4Network, _baseline_files.NEVER)
+    )
     return frozenset(
         [
             _flow(CLASSIFY, 100, f"in_port={port}", f"meter:{port},resubmit(,{FROM_GUEST})"),

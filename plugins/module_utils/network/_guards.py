@@ -287,7 +287,17 @@ def problems(params: Params, local: list[str]) -> list[Refusal]:
     if not LEAST_RATE <= rate <= HIGHEST_RATE:
         expected = f"a number from {LEAST_RATE} to {HIGHEST_RATE}"
         refusals.append(_invalid("packets_per_second", expected, str(rate)))
-    for name in ("allowed_networks", "denied_networks"):
+    gateway = ipaddress.IPv4Interface(params["address"]).ip
+    for text in params.get(_baseline_files.NAME_SERVERS) or ():
+        try:
+            server = ipaddress.IPv4Address(text)
+        except ValueError as error:
+            refusals.append(_invalid("name_servers", "addresses such as 9.9.9.9", str(error)))
+            continue
+        if server == gateway or server.is_unspecified or server.is_multicast:
+            expected = "addresses of name servers other than the slice bridge's"
+            refusals.append(_invalid("name_servers", expected, text))
+    for name in _baseline_files.EGRESS:
         for text in params.get(name) or ():
             try:
                 network = ipaddress.IPv4Network(text)

@@ -162,8 +162,10 @@ def _start_guardians(done: list[str]) -> None:
 
 def _restore_network(network: Params, recorded: Params, done: list[str]) -> None:
     settings = _baseline_files.settings(network)
-    if settings != recorded:
-        differing = sorted(key for key in settings if settings[key] != recorded.get(key))
+    # The record of an earlier release lacks the name servers.
+    known = {_baseline_files.NAME_SERVERS: [], **recorded} if recorded else {}
+    if settings != known:
+        differing = sorted(key for key in settings if settings[key] != known.get(key))
         raise Refusal(
             "network_settings_differ",
             expected=f"the network of the profile as bootstrap recorded it in "

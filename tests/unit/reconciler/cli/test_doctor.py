@@ -21,7 +21,7 @@ from reconciler.db import schema as tables
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
 from reconciler.db.migrations import program_version
-from reconciler.doctor import examine, installation, services
+from reconciler.doctor import examine, exposure, installation, services
 from reconciler.pools import hints, leases
 from reconciler.records import images
 from reconciler.service.process import adopt
@@ -368,6 +368,42 @@ def test_a_fabric_that_lacks_its_subnet_or_its_manager_is_named(
     assert manager == ("warn", "ufm_missing: no UFM in the settings")
     assert doctor()["fabric"]["remedy"].startswith("set both; where one tenant owns the fabric")
     assert use("lab") == []
+
+
+def test_public_addresses_that_guests_reach_are_named(sound: Stack, tmp_path: Path) -> None:
+    own = yaml.safe_load((Settings().profiles_dir / "lab.yml").read_text())
+    settings = sound.settings.model_copy(
+        update={
+            "profiles_dir": tmp_path,
+            "awx_url": "https://12.0.0.5/",
+            "maas_url": "http://10.1.1.1",
+        }
+    )
+
+    def reach(**network: list[str]) -> list[tuple[str, str]]:
+        profile = {**own, "network": {**own["network"], **network}}
+        (tmp_path / "lab.yml").write_text(yaml.safe_dump(profile))
+        with reading(sound.engine) as conn:
+            return [(row.status, row.found) for row in exposure.guest_reach(settings, conn)]
+
+    with transaction(sound.engine) as conn:
+        bmc = {"bmc_address": "11.9.0.7"}
+        node = sa.update(tables.nodes).values(profile="lab", address="11.0.0.7", netbox=bmc)
+        conn.execute(node)
+        row = dict(conn.execute(sa.select(tables.nodes)).mappings().one())
+    ((status, found),) = reach()
+    # A guest never reaches an address of its own host.
+    services_of_site = f"11.9.0.7 (BMC of {row['id']}), 12.0.0.5 (GPUAAS_AWX_URL)"
+    assert (status, found) == ("warn", f"guests of lab.yml reach {services_of_site}")
+    with transaction(sound.engine) as conn:
+        other = {"id": "other", "name": "other", "address": "11.0.0.8", "netbox": None}
+        conn.execute(sa.insert(tables.nodes).values(**{**row, **other}))
+    ((_status, found),) = reach()
+    assert f"11.0.0.7 (node {row['id']})" in found and "11.0.0.8 (node other)" in found
+    ((_status, found),) = reach(denied_networks=["11.0.0.0/8"])
+    assert found == "guests of lab.yml reach 12.0.0.5 (GPUAAS_AWX_URL)"
+    ((status, _found),) = reach(denied_networks=["11.0.0.0/8", "12.0.0.0/8"])
+    assert status == "ok"
 
 
 def test_little_room_is_said(sound: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

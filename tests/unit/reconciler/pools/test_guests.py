@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _pool_workers
 
 from reconciler.db import rows
@@ -210,7 +210,7 @@ def test_a_pool_that_was_stopped_before_the_run_gets_no_token(site: Site, tmp_pa
 
 
 def test_guests_reach_what_the_hosts_rules_let_through() -> None:
-    assert (PRIVATE, NEVER) == (_flows.PRIVATE, _flows.NEVER)
+    assert (PRIVATE, NEVER) == (_baseline_files.PRIVATE, _baseline_files.NEVER)
     offer = Offer(allowed=("10.40.0.0/24",), denied=("8.8.0.0/16",))
     reached = ["10.40.0.7", "1.1.1.1"]
     refused = ["10.40.1.7", "127.0.0.1", "169.254.0.1", "8.8.8.8", "::1", "224.0.0.1"]

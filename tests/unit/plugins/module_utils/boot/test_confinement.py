@@ -137,6 +137,27 @@ def test_a_console_log_without_a_limit_is_named(tree: Path) -> None:
         assert part in named
 
 
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("max_size = 1099511627776", "more than 256 MiB"),
+        ("max_backups = 1000000", "more than 256 MiB"),
+        ("max_size = 134217728\nmax_backups = 2", "more than 256 MiB"),
+        ("max_size = 0\nmax_backups = 0", "a size of 0 is no limit"),
+        ("max_size = -1", "not both numbers"),
+        ("max_backups = many", "not both numbers"),
+        ("max_size = 134217728\nmax_backups = 1", ""),
+        ("max_size = 2097152", ""),
+    ],
+)
+@pytest.mark.usefixtures("tree")
+def test_console_logs_that_could_fill_the_disk_are_named(lines: str, named: str) -> None:
+    _host.write(_confinement.LOGGING, f"{lines}\n")
+    problems = _confinement.console_problems([])
+    assert len(problems) == bool(named)
+    assert all(named in problem for problem in problems)
+
+
 def test_the_role_writes_its_block_and_takes_it_back(tree: Path, script: Any) -> None:
     apparmor()
     show = ("systemctl", "show", "--timestamp=unix")

@@ -97,6 +97,7 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
         **{key: network[key] for key in ("bridge", "address", "subnet", "tmfifo")},
         "allowed_networks": network.get("allowed_networks", []),
         "denied_networks": network.get("denied_networks", []),
+        "name_servers": [],
         "packets_per_second": 200_000,
         "egress_probe": network.get("egress_probe", ""),
     }

@@ -586,6 +586,126 @@ def question(name: str, kind: int = 1, group: int = 1) -> bytes:
     return head + kind.to_bytes(2, "big") + group.to_bytes(2, "big")
 
 
+def record(name: str, kind: int, value: bytes) -> bytes:
+    """A record of a DNS answer."""
+    head = question(name, kind)[12:] + (60).to_bytes(4, "big")
+    return head + len(value).to_bytes(2, "big") + value
+
+
+class InternalZone:
+    """A name server in a place, with the names of a site. Addresses are of the rig's networks."""
+
+    A, CNAME, AAAA, SVCB, HTTPS, ANY = 1, 5, 28, 64, 65, 255
+    PORT = 5354
+
+    def __init__(self, place: str, address: str) -> None:
+        with rigs.inside(place):
+            self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            self.datagrams.bind((address, self.PORT))
+            self.streams = socket.create_server((address, self.PORT))
+        bmc, private6 = socket.inet_aton(rigs.BMC), socket.inet_pton(socket.AF_INET6, "fd00::9")
+        alias = question("bmc.site.test")[12:-4]
+        hint = b"\0\1\0" + b"\0\4\0\4" + bmc
+        self.records = {
+            "bmc": [(self.A, bmc), (self.AAAA, private6)],
+            "alias": [(self.CNAME, alias)],
+            "mixed": [(self.A, socket.inet_aton(rigs.WORLD)), (self.A, bmc)],
+            "tailnet": [(self.A, socket.inet_aton("100.64.0.9"))],
+            "closed": [(self.A, socket.inet_aton(rigs.CLOSED))],
+            "hint": [(self.HTTPS, hint), (self.SVCB, hint)],
+            "public": [(self.A, socket.inet_aton(rigs.WORLD))],
+            "storage": [(self.A, socket.inet_aton(rigs.STORAGE))],
+            "blocked": [(self.A, socket.inet_aton("127.0.0.2"))],
+        }
+
+    def __enter__(self) -> InternalZone:
+        for serve in (self._serve_datagrams, self._serve_streams):
+            threading.Thread(target=serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        # A thread that waits in a call keeps the socket open otherwise.
+        for handle in (self.datagrams, self.streams):
+            with contextlib.suppress(OSError):
+                handle.shutdown(socket.SHUT_RDWR)
+            handle.close()
+
+    def _answer(self, query: bytes) -> bytes:
+        name = query[13 : 13 + query[12]].decode()
+        end = query.index(b"\0", 12) + 5
+        kind = int.from_bytes(query[end - 4 : end - 2], "big")
+        full = f"{name}.site.test"
+        records = [
+            record(full, each, value)
+            for each, value in self.records.get(name, ())
+            if kind in (each, self.ANY) or each == self.CNAME
+        ]
+        if name == "alias":
+            records.append(record("bmc.site.test", self.A, socket.inet_aton(rigs.BMC)))
+        counts = b"\0\1" + len(records).to_bytes(2, "big") + bytes(4)
+        return query[:2] + b"\x81\x80" + counts + query[12:end] + b"".join(records)
+
+    def _serve_datagrams(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                query, client = self.datagrams.recvfrom(2048)
+                # Empty once the socket is shut.
+                if not query:
+                    break
+                self.datagrams.sendto(self._answer(query), client)
+
+    def _serve_streams(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _peer = self.streams.accept()
+                with client:
+                    answer = self._answer(client.recv(2048)[2:])
+                    client.sendall(len(answer).to_bytes(2, "big") + answer)
+                    client.recv(1)
+
+
+def test_names_lead_to_what_a_guest_may_reach_and_nowhere_else(rig: Rig) -> None:
+    """The host's name server knows the site's zones, BMCs included."""
+    zone = InternalZone
+    refused_names = {
+        "bmc": (zone.A, zone.AAAA, zone.ANY),
+        "alias": (zone.A,),
+        "mixed": (zone.A,),
+        "tailnet": (zone.A,),
+        "closed": (zone.A,),
+        "hint": (zone.HTTPS, zone.SVCB, zone.ANY),
+    }
+    served = {"public": rigs.WORLD, "storage": rigs.STORAGE, "blocked": "127.0.0.2"}
+    rig.stop_dhcp()
+    rig.start_dhcp(f"--server={rigs.WORLD}#{zone.PORT}")
+    try:
+        with zone(rig.place("world"), rigs.WORLD), _udp(rigs.inside(rig.place(B.place))) as handle:
+            handle.settimeout(30)
+
+            def ask(name: str, kind: int = zone.A) -> bytes:
+                handle.sendto(question(f"{name}.site.test", kind), (rigs.GATEWAY, 53))
+                return handle.recv(2048)
+
+            for name, address in served.items():
+                assert ask(name).endswith(socket.inet_aton(address)), f"{name} is not served"
+            leaks = [
+                f"{name} {kind}"
+                for name, kinds in refused_names.items()
+                for kind in kinds
+                if int.from_bytes(ask(name, kind)[6:8], "big")
+            ]
+            assert leaks == []
+            text = question("bmc.site.test")
+            with rigs.inside(rig.place(B.place)):
+                stream = socket.create_connection((rigs.GATEWAY, 53), timeout=30)
+            with stream:
+                stream.sendall(len(text).to_bytes(2, "big") + text)
+                assert stream.recv(2048)[8:10] == b"\0\0", "bmc by TCP"
+    finally:
+        rig.stop_dhcp()
+        rig.start_dhcp()
+
+
 def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
     """Names whose server never answers wait for ten seconds, and connections for minutes."""
     rig.stop_dhcp()
@@ -1062,7 +1182,7 @@ def may_pass(source: str, kind: str, sender: str, target: str, ports: tuple[int,
 HOSTS = (rigs.UPLINK, rigs.MANAGEMENT, "11.0.0.255", "10.20.0.255")
 # Networks whose first and last addresses are tried, with those beside them.
 NETWORKS = (
-    *(*_flows.PRIVATE, *_flows.NEVER, *rigs.NETWORK["allowed_networks"]),
+    *(*_baseline_files.PRIVATE, *_baseline_files.NEVER, *rigs.NETWORK["allowed_networks"]),
     *(*rigs.NETWORK["denied_networks"], rigs.NETWORK["subnet"]),
 )
 

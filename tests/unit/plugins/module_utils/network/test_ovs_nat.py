@@ -174,6 +174,14 @@ def test_ubuntus_libvirt_decides_how_dnsmasq_binds(systemd: Systemd) -> None:
 
 
 @pytest.mark.covers("P5")
+def test_the_profiles_name_servers_replace_those_of_the_host(systemd: Systemd) -> None:
+    _host.write("/etc/resolv.conf", "nameserver 127.0.0.53\n")
+    text = _baseline_files.dnsmasq({**PARAMS, "name_servers": ["9.9.9.9", "1.1.1.1"]})
+    lines = text.splitlines()
+    assert {"no-resolv", "server=9.9.9.9", "server=1.1.1.1"} <= set(lines)
+    assert not any(line.startswith("resolv-file") for line in lines)
+
+
 def test_names_of_the_hosts_file_are_not_served_through_its_resolver(systemd: Systemd) -> None:
     """systemd-resolved, as Ubuntu has it, answers from /etc/hosts to whoever asks it."""
     own = "resolv-file=/run/systemd/resolve/resolv.conf"
@@ -266,6 +274,8 @@ def test_a_bridge_name_cannot_add_lines(systemd: Systemd, name: str) -> None:
         ({"allowed_networks": ["10.100.0.128/25"]}, "the slice subnet 10.100.0.0/24"),
         ({"denied_networks": ["8.8.8.8/24"]}, "has host bits set"),
         ({"packets_per_second": 999}, "999"),
+        ({"name_servers": ["dns.example.org"]}, "dns.example.org"),
+        ({"name_servers": ["9.9.9.9", "10.100.0.1"]}, "10.100.0.1"),
     ],
 )
 def test_a_rule_that_lets_guests_reach_the_host_is_refused(

@@ -50,6 +50,7 @@ NETWORK: dict[str, Any] = {
     "tmfifo": False,
     "allowed_networks": [],
     "denied_networks": [],
+    "name_servers": [],
     "packets_per_second": 200_000,
     "egress_probe": "10.0.2.2",
 }
@@ -102,7 +103,7 @@ def test_the_baseline_service(
         (
             "[]",
             "has another address, allowed_networks, bridge, denied_networks, egress_probe, "
-            "packets_per_second, subnet, tmfifo than the profile",
+            "name_servers, packets_per_second, subnet, tmfifo than the profile",
         ),
         ("not json", "is missing or unreadable"),
     ],

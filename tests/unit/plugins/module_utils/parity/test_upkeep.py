@@ -22,6 +22,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
     _bridge,
     _flows,
     _guards,
@@ -211,6 +212,20 @@ def test_a_network_that_bootstrap_does_not_know_is_named_and_left(rig: Rig) -> N
         assert all(row["remedy"] for row in left)
     finally:
         _upkeep.keep(PARAMS, check_mode=False)
+
+
+def test_a_record_of_a_release_without_name_servers_is_repaired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A field that is new in the profile is no operator's change as long as it has its default."""
+    driven: list[Any] = []
+    monkeypatch.setattr(_upkeep, "_drive", lambda _subject, params, _done: driven.append(params))
+    settings = _baseline_files.settings(NETWORK)
+    recorded = {key: value for key, value in settings.items() if key != "name_servers"}
+    _upkeep._restore_network(NETWORK, recorded, [])
+    assert driven == [settings]
+    with pytest.raises(Refusal, match="name_servers"):
+        _upkeep._restore_network({**NETWORK, "name_servers": ["9.9.9.9"]}, recorded, [])
 
 
 def filtered(rig: Rig, place: str, hook: str) -> contextlib.AbstractContextManager[None]:
