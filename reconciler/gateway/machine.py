@@ -238,7 +238,7 @@ class Machine:
                     username=grant.username,
                     client_keys=login,
                     # Those that its host read at its start, and no authority.
-                    known_hosts=([*map(asyncssh.import_public_key, grant.host_keys)], [], []),
+                    known_hosts=(_host_keys(grant), [], []),
                     **_LOGIN,
                 )
         except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed):
@@ -266,6 +266,15 @@ class Machine:
             end.abort()
         if self._host is not None:
             self._host.abort()
+
+
+def _host_keys(grant: Grant) -> list[asyncssh.SSHKey]:
+    """The keys of a machine, without those that are none: they are what its host has answered."""
+    keys = []
+    for line in grant.host_keys:
+        with contextlib.suppress(asyncssh.KeyImportError):
+            keys.append(asyncssh.import_public_key(line))
+    return keys
 
 
 def _turn(name: str, count: int) -> asyncio.Semaphore:

@@ -26,6 +26,8 @@ from reconciler.trust import downloads
 
 # Largest JSON document, and most entries of an archive.
 DOCUMENT, ENTRIES = 4 << 20, 100_000
+# Of an extended header. That of a file has a dozen, with its extended attributes.
+RECORDS = 1000
 # Each layer is read whole, so their number is that of what container engines make.
 LAYERS = 128
 # Bytes of the layers beside the disk.
@@ -270,14 +272,19 @@ def _extended(kind: bytes, content: bytes) -> dict[str, str]:
     if kind == tarfile.GNUTYPE_LONGNAME:
         return {"path": content.rstrip(b"\0").decode(errors="surrogateescape")}
     records: dict[str, str] = {}
-    while content and kind == tarfile.XHDTYPE:
-        length = int(content.partition(b" ")[0])
-        record = content[:length].decode(errors="surrogateescape")
+    at = count = 0
+    while at < len(content) and kind == tarfile.XHDTYPE:
+        # A length has no more digits than that of the largest header.
+        length = int(content[at : at + 8].partition(b" ")[0])
+        record = content[at : at + length].decode(errors="surrogateescape")
         name, _, value = record.partition(" ")[2].partition("=")
         if length < 5 or name.startswith("GNU.sparse"):
             raise ValueError(f"a record {record[:100]!r} of an extended header")
+        count += 1
+        if count > RECORDS:
+            raise ValueError(f"more than {RECORDS} records in an extended header")
         records[name] = value.removesuffix("\n")
-        content = content[length:]
+        at += length
     return {name: records[name] for name in ("path", "size") if name in records}
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 
+from reconciler import names
 from reconciler.db import journal, rows
 from reconciler.db.schema import Allocation, Pool
 from reconciler.db.schema import pools as table
@@ -33,6 +34,8 @@ UNIT = "/etc/systemd/system/gpuaas-worker@.service"
 _URL = re.compile(r"https://[A-Za-z0-9.:-]+(/[A-Za-z0-9._/-]*)?")
 # As in a pool on a machine of the service, a worker gives its job back before it is killed.
 _DRAIN = 0.8
+# A launch waits so long for the addresses of the API's name.
+_LOOKUP_S = 5.0
 
 # RestartSteps is known to systemd 254 and later; before, each pause has 15 s. A worker that is
 # dismissed ends with status 0, and is not started again.
@@ -71,7 +74,8 @@ def api_addresses(settings: Settings) -> list[str]:
             raise _unreachable(url)
         if settings.public_address:
             return [str(settings.public_address)]
-        known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        question = names.begin(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        known = question.result(_LOOKUP_S)
     except (OSError, ValueError) as error:
         raise _unreachable(f"{url}, a name without an IPv4 address") from error
     return sorted({str(address[0]) for *_, address in known})

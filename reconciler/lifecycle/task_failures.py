@@ -40,20 +40,30 @@ _BEFORE_BIOS_JOB = frozenset(
     ]
 )
 
+# Characters of each part of an error.
+LONGEST_TEXT = 2000
+
 
 @dataclass(frozen=True)
 class Failure:
     """Failure of a run.
 
     step: the playbook task that failed, "" when the run itself broke. error: code, expected, found,
-    remedy. evidence: the report of the playbook, as far as it got. known: False when the effect on
-    the host is unknown (process lost, contact lost). Then nothing may be freed (I13).
+    remedy, each cut to a length: a host may have put them in words, and the records of the task and
+    of its subject keep them for ever. evidence: the report of the playbook, as far as it got; only
+    the task keeps it. known: False when the effect on the host is unknown (process lost, contact
+    lost). Then nothing may be freed (I13).
     """
 
     step: str
     error: dict[str, str]
     evidence: dict[str, Any]
     known: bool
+
+    def __post_init__(self) -> None:
+        texts = {part: text for part, text in self.error.items() if isinstance(text, str)}
+        short = {part: text[:LONGEST_TEXT] for part, text in texts.items()}
+        object.__setattr__(self, "error", short)
 
     @property
     def untouched(self) -> bool:
@@ -134,17 +144,16 @@ def _request(act: Act) -> dict[str, str]:
 
 def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
     """Free the slots only if the host reports that nothing was touched (I6)."""
-    evidence = failure.evidence
     # Close the gate first, so that freed slots meet a closed gate.
     _close_gate_after_reboot(conn, task, failure)
     slot_ids = [slot["slot_id"] for slot in task.parameters["slots"]]
     slices.provision_failed(
         conn,
         task.allocation_id or "",
-        act_of(task).because(failure.error["code"], evidence),
+        act_of(task).because(failure.error["code"]),
         step=failure.step,
         error=failure.error,
-        untouched=dict.fromkeys(slot_ids, evidence) if failure.untouched else None,
+        untouched=dict.fromkeys(slot_ids, NOTHING_DONE) if failure.untouched else None,
     )
     queue.forget_tenant_data(conn, task)
 
@@ -171,14 +180,14 @@ def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:
 
 
 def _release_failed(conn: Connection, task: Task, failure: Failure) -> None:
-    act = act_of(task).because(failure.error["code"], failure.evidence)
+    act = act_of(task).because(failure.error["code"])
     slices.release_failed(
         conn, task.allocation_id or "", act, step=failure.step, error=failure.error
     )
 
 
 def _wipe_failed(conn: Connection, task: Task, failure: Failure) -> None:
-    act = act_of(task).because(failure.error["code"], failure.evidence)
+    act = act_of(task).because(failure.error["code"])
     with locks.node(conn, task.node_id):
         slots = unfenced_slots(conn, task)
         slices.cleanup_failed(conn, slots, act, step=failure.step, error=failure.error)
@@ -203,7 +212,7 @@ def _machine_release_failed(conn: Connection, task: Task, failure: Failure) -> N
     baremetal.release_failed(
         conn,
         task.allocation_id or "",
-        act_of(task).because(failure.error["code"], failure.evidence),
+        act_of(task).because(failure.error["code"]),
         fence=task.parameters["fence"],
         step=failure.step,
         error=failure.error,
@@ -219,7 +228,7 @@ def _ingress_failed(conn: Connection, task: Task, failure: Failure) -> None:
     """The rule ends only if the host says that it does not forward, or no run began."""
     rule_id, answer = task.parameters["rule_id"], failure.evidence.get("ingress")
     says = failure.known and isinstance(answer, dict) and rule_id not in answer["rules"]
-    act = act_of(task).because(failure.error["code"], failure.evidence)
+    act = act_of(task).because(failure.error["code"])
     forwards = not (says or failure.untouched)
     ingress.failed(conn, rule_id, act, failure.error, forwards=forwards)
 

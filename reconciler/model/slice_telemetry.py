@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 # The host's collector has the same limits for a guest (`slice/_guest_values.py`).
 HIGHEST = 2**53 - 1
@@ -95,6 +95,12 @@ class GuestValues(Values):
     )
     xid: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     gpus: Annotated[list[GpuValues], Field(max_length=GPUS)] = []
+
+    @field_validator("gpus")
+    @classmethod
+    def _each_once(cls, gpus: list[GpuValues]) -> list[GpuValues]:
+        """Of each GPU the last values. Two series of the same name make metrics ambiguous."""
+        return list({gpu.index: gpu for gpu in gpus}.values())
 
 
 class SliceValues(Values):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from reconciler import names
+
 log = logging.getLogger("gpuaas.jobs")
 
 STREAM = "stream:orchestrator:inference_jobs"
@@ -29,6 +31,10 @@ _PAUSE_S = 5.0
 _TIMEOUT_S = 2.0
 # Of a whole exchange, however slowly its answer comes.
 _LIMIT_S = 3.0
+_CONNECT_S = 0.5
+# A request waits so long for that of another, which takes a millisecond. The requests of a silent
+# Redis would otherwise hold all threads of the service.
+_TURN_S = 0.25
 
 
 class Hints:
@@ -43,10 +49,15 @@ class Hints:
         self._redis: Any = redis.Redis.from_url(
             url,
             socket_timeout=_TIMEOUT_S,
-            socket_connect_timeout=0.5,
+            socket_connect_timeout=_CONNECT_S,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         )
+        pool = self._redis.connection_pool
+        if "host" in pool.connection_kwargs:
+            pool.connection_class = _named(pool.connection_class, redis.exceptions.TimeoutError)
         self._away_until = 0.0
+        self._turn = threading.Lock()
+        self._turn_began = 0.0
         # Why it was of no use the last time.
         self._failure = ""
         self._reclaims = True
@@ -84,7 +95,7 @@ class Hints:
     def lengths(self) -> dict[str, int]:
         """Lengths of the streams; {} while Redis is away."""
         lengths: dict[str, int] = {}
-        self._try(
+        self._in_turn(
             lambda: lengths.update({name: int(self._redis.xlen(name)) for name in (STREAM, DEAD)})
         )
         return lengths
@@ -93,7 +104,19 @@ class Hints:
         pipe = self._redis.pipeline(transaction=False)
         for values in fields:
             pipe.xadd(stream, values, maxlen=longest, approximate=True)
-        self._try(pipe.execute)
+        self._in_turn(pipe.execute)
+
+    def _in_turn(self, act: Callable[[], object]) -> None:
+        """An exchange for a request, unless that of another takes long: then Redis is silent."""
+        patience_s = _TURN_S
+        if self._turn.locked():
+            patience_s -= time.monotonic() - self._turn_began
+        if self._turn.acquire(timeout=max(patience_s, 0.0)):
+            try:
+                self._turn_began = time.monotonic()
+                self._try(act)
+            finally:
+                self._turn.release()
 
     def _read(self, seconds: float, most: int) -> bool:
         began = time.monotonic()
@@ -161,6 +184,22 @@ class Hints:
         except self._errors.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):  # Another worker was quicker.
                 raise
+
+
+def _named(kind: Any, silent: type[Exception]) -> Any:
+    """The class of connections, whose deadline includes the lookup of the name."""
+
+    class Named(kind):  # type: ignore[misc]
+        def _connect(self) -> Any:
+            try:
+                names.look_up(self.host, self.port, _CONNECT_S)
+            except TimeoutError as hangs:
+                raise silent(f"no answer to the lookup of {self.host}") from hangs
+            except (OSError, UnicodeError):
+                pass  # Redis's own lookup has the words for it.
+            return super()._connect()
+
+    return Named
 
 
 def bury(url: str, codes: Mapping[str, str]) -> None:

@@ -50,7 +50,9 @@ _NO_RUN = {"run_id": "", "run_directory": "", "progress_offset": 0}
 _FIRST_PAUSE_S = 5
 _LONGEST_PAUSE_S = 300
 # Characters of an old result that stays as it is. That of an honest host has fewer.
-_LONGEST_RESULT = 4096
+_LONGEST_OLD = 4096
+# The same of a new result, which records of tasks keep for ever.
+_LONGEST_RESULT = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -365,12 +367,19 @@ def shorten_result(conn: sa.Connection, kind: str, node_id: str, *, newest: int)
         tasks.c.kind == kind, tasks.c.node_id == node_id, tasks.c.state == TaskState.SUCCEEDED
     )
     old = db_rows.first(conn, query.order_by(tasks.c.created_at.desc()).offset(newest), Task)
-    if old is not None and len(json.dumps(old.result)) > _LONGEST_RESULT:
-        counts = {
-            name: len(part) for name, part in old.result.items() if isinstance(part, list | dict)
-        }
-        change = sa.update(tasks).where(tasks.c.id == old.id)
-        conn.execute(change.values(result={"counts": counts}))
+    if old is not None:
+        result = shortened(old.result, _LONGEST_OLD)
+        if result != old.result:
+            conn.execute(sa.update(tasks).where(tasks.c.id == old.id).values(result=result))
+
+
+def shortened(result: dict[str, Any], most: int = _LONGEST_RESULT) -> dict[str, Any]:
+    """The result, with counts instead of its lists and documents if it has more characters."""
+    if len(json.dumps(result)) <= most:
+        return result
+    large = {name: len(part) for name, part in result.items() if isinstance(part, list | dict)}
+    rest = {name: part for name, part in result.items() if name not in large}
+    return {**rest, "counts": large}
 
 
 def get(conn: sa.Connection, id: str) -> Task:

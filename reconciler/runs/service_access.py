@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import ssl
 import time
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ import httpcore
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from reconciler import names
 from reconciler.runs.scrub import GONE, scrub
 from reconciler.runs.spec import LauncherAway, RunError
 
@@ -89,8 +89,10 @@ class _Backend(httpcore.SyncBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         try:
-            rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as unknown:
+            rows = names.look_up(host, port, self._deadline.within(timeout))
+        except TimeoutError as silent:
+            raise httpcore.ConnectTimeout(f"no answer to the lookup of {host}") from silent
+        except (OSError, UnicodeError) as unknown:
             raise httpcore.ConnectError(str(unknown)) from unknown
         # Of a name, each address would have the whole time.
         for address in [str(row[4][0]) for row in rows]:

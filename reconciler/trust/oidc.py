@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import httpx
 import jwt
 
+from reconciler import names
 from reconciler.model.errors import Problem
 from reconciler.model.storable import unstorable
 
@@ -343,7 +344,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     """The loop of exchanges, in a thread of its own, like the threads in which it looks up names: a
     name server that hangs holds up nothing else.
     """
-    loop = asyncio.new_event_loop()
+    loop = names.Loop()
     threading.Thread(target=loop.run_forever, name="gpuaas-oidc", daemon=True).start()
     return loop
 
@@ -358,7 +359,8 @@ def converse(
     """An answer of the provider, within a time and a size; an exception of UNREADABLE for others.
     Called in a thread; the loop is there for the deadline.
     """
-    return asyncio.run(_ask(ca_file, method, url, form))
+    with asyncio.Runner(loop_factory=names.Loop) as runner:
+        return runner.run(_ask(ca_file, method, url, form))
 
 
 @lru_cache(maxsize=8)

@@ -165,6 +165,8 @@ def _succeed(
             if task.kind in _REPORTS:
                 # This task is one more.
                 queue.shorten_result(conn, task.kind, task.node_id, newest=retention.REPORTS - 1)
+            elif task.kind != TaskKind.NODE_FIRMWARE:  # Its approval reads the whole plan.
+                result = queue.shortened(result)
             state = TaskState.SUCCEEDED
             queue.finish(conn, task.id, task.lease_token, state, work.act, result=result)
 

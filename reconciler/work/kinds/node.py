@@ -65,7 +65,7 @@ def bootstrap_start(work: Work) -> None:
 def bootstrap_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     if work.parameters.get("plan_only", False):
         return evidence
-    act = work.act.because("bootstrap finished", evidence)
+    act = work.act.because("bootstrap finished", {"identity": evidence["identity"]})
     host.bootstrapped(
         work.conn, work.task.node_id, act, identity=evidence["identity"], began=work.task.started_at
     )

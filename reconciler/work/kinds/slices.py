@@ -251,6 +251,8 @@ def ready_deadline(work: Work) -> int:
 
 def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     host, port = work.settings.gateway
+    # The history of each slot and claim keeps it for ever, and the console's text can be long.
+    ready = {name: part for name, part in evidence["readiness"].items() if name != "console_tail"}
     connection = {
         "host": host,
         "port": port,
@@ -261,7 +263,7 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     slices.provision_succeeded(
         work.conn,
         work.allocation_id,
-        work.act.because("reachable", {"readiness": evidence["readiness"]}),
+        work.act.because("reachable", {"readiness": ready}),
         connection=connection,
         boot_id=work.parameters["boot_id"],
     )

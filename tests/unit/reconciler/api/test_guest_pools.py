@@ -13,6 +13,7 @@ from reconciler.pools import remote
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, IMAGE, NODE, Stack, bundle
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
+from tests.unit.reconciler.silent_names import NAME, silent_name
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
 
@@ -102,6 +103,16 @@ def test_a_name_and_an_allowed_network_may_lead_to_the_api(
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert refused(ready, lambda: with_pool(ready, "l"))["code"] == "pool_unreachable"
+
+
+def test_a_name_of_the_api_that_hangs_is_refused(
+    ready: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest_pool, "_LOOKUP_S", 0.2)
+    configured(ready, f"https://{NAME}")
+    with silent_name() as lookups:
+        assert refused(ready, lambda: with_pool(ready))["code"] == "pool_unreachable"
+        assert (lookups.begun, lookups.ended) == (1, False)
 
 
 def test_the_api_on_the_slices_own_machine_is_beyond_its_guests(ready: Stack) -> None:

@@ -22,6 +22,7 @@ from reconciler.trust.oidc import FRESH_S, QUIET_S, STALE_S, Identity, Verifier
 from tests.unit.reconciler.api.provider import AUDIENCE, PUBLISHED, Provider, running
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.service.service import until
+from tests.unit.reconciler.silent_names import NAME, silent_name
 
 pytestmark = pytest.mark.covers("CTRL-10")
 DEMO = ["staff", "gpuaas-project-demo"]
@@ -334,3 +335,11 @@ def test_keys_come_over_tls_or_from_this_machine(clock: Clock) -> None:
 def test_settings_that_would_believe_too_much(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Settings(**wrong)
+
+
+def test_a_hanging_name_of_the_provider_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc, "_DEADLINE_S", 0.2)
+    with silent_name() as lookups:
+        with pytest.raises(oidc.UNREADABLE):
+            oidc.converse(None, "GET", f"https://{NAME}/keys")
+        assert (lookups.begun, lookups.ended) == (1, False)

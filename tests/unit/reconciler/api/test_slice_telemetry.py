@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
+from reconciler.api import metrics
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations
 from reconciler.lifecycle import slice_telemetry
@@ -25,7 +26,7 @@ def measured(selling: Stack) -> tuple[Stack, str]:
     text = (
         '{"version": 1, "slices": [{"allocation_id": "%s", "host": {"state": "running",'
         ' "cpu_s": 2.5, "sent_bytes": 7}, "guest": {"age_s": 4, "load_1": 0.25, "cuda": "ready",'
-        ' "gpus": [{"index": 0, "power_w": 118.5}]}}]}'
+        ' "gpus": [{"index": 0, "power_w": 7}, {"index": 0, "power_w": 118.5}]}}]}'
     )
     snapshot = Snapshot.read((text % mine).encode())
     assert isinstance(snapshot, Snapshot), snapshot
@@ -86,3 +87,11 @@ def test_the_command_shows_the_newest_sample(measured: tuple[Stack, str], gpuaas
     shown = gpuaas.at(stack, "member")("allocation", "telemetry", mine, "--project", "demo")
     for text in ("running", "118.5", "ready", "guest", "host"):
         assert text in shown
+
+
+def test_a_gpu_that_its_guest_names_twice_is_one_series(measured: tuple[Stack, str]) -> None:
+    """The root of a guest chooses the numbers."""
+    stack, mine = measured
+    lines = metrics.exposition(stack.engine).decode().splitlines()
+    ours = [line for line in lines if line.startswith("gpuaas_slice_gpu_power_w{") and mine in line]
+    assert len(ours) == 1 and ours[0].endswith(" 118.5")

@@ -268,7 +268,11 @@ def test_another_guest_and_another_slices_certificate_are_refused(world: World) 
     principals.write_text(right)
     assert shell(world, "id").returncode == 0
     config, host = world.config(), f"gateway-{world.allocation}"
-    for keys, code in (([world.host.key], "guest_not_proven"), ([], "host_keys_unknown")):
+    for keys, code in (
+        ([world.host.key], "guest_not_proven"),
+        (["ssh-rsa AAAA"], "guest_not_proven"),  # In the form of a key, and none.
+        ([], "host_keys_unknown"),
+    ):
         with transaction(world.stack.engine) as conn:
             another = {"username": USER, "host_keys": keys}
             conn.execute(sa.update(allocations).values(connection=another))

@@ -228,7 +228,15 @@ def _sparse_map() -> bytes:
     return entry.tobuf(tarfile.PAX_FORMAT) + b"99999999999\n" + b"1\n" * MIB
 
 
-@pytest.mark.parametrize("forged", [_header_of_a_gibibyte, _sparse_map])
+def _header_of_many_records() -> bytes:
+    """Before a disk. A mebibyte of them would take a while, and a layer may have many headers."""
+    records = b"5 a=\n" * 1001
+    entry = tarfile.TarInfo("pax")
+    entry.type, entry.size = tarfile.XHDTYPE, len(records)
+    return entry.tobuf() + records + bytes(-len(records) % 512) + layer(disk__a=DISK)
+
+
+@pytest.mark.parametrize("forged", [_header_of_a_gibibyte, _sparse_map, _header_of_many_records])
 def test_headers_that_ask_for_memory(
     image: Image, folder: Path, forged: Callable[[], bytes]
 ) -> None:

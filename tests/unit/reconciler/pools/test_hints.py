@@ -25,6 +25,7 @@ from tests.redis_server import RedisServer
 from tests.unit.reconciler.pools.conftest import Workers
 from tests.unit.reconciler.pools.test_leases import ERROR, Queue
 from tests.unit.reconciler.service.service import until
+from tests.unit.reconciler.silent_names import NAME, silent_name
 
 pytestmark = pytest.mark.covers("ORCH-2")
 
@@ -146,6 +147,35 @@ def test_a_redis_that_is_away_or_hangs_delays_nobody(
     monkeypatch.setattr(streams, "_away_until", 0.0)
     streams.bury({"a": "timed_out"})
     assert letters(server) == [{"job": "a", "code": "timed_out"}]
+
+
+@pytest.mark.covers("I19")
+def test_a_silent_redis_holds_a_single_request(patient: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        streams = Hints(f"redis://127.0.0.1:{server.getsockname()[1]}")
+        calls = [lambda: streams.announce(["a"])] * 20
+        calls += [lambda: streams.bury({"a": "timed_out"}), lambda: streams.lengths() and None]
+        threads = [threading.Thread(target=call, daemon=True) for call in calls]
+        threads[0].start()
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(1), "it waits for an answer"
+            for thread in threads[1:]:
+                thread.start()
+            for thread in threads[1:]:
+                thread.join(60)
+            assert [thread.is_alive() for thread in threads] == [True] + [False] * 21
+        threads[0].join(60)
+        assert not threads[0].is_alive()
+
+
+@pytest.mark.covers("I19")
+def test_a_name_of_redis_that_hangs_holds_nobody() -> None:
+    streams = Hints(f"redis://{NAME}:1")
+    with silent_name() as lookups:
+        streams.announce(["a"])
+        assert streams.check() == f"TimeoutError: no answer to the lookup of {NAME}"
+        assert (lookups.begun, lookups.ended) == (1, False)
 
 
 def letters(server: RedisServer) -> list[dict[str, str]]:

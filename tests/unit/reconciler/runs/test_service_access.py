@@ -19,6 +19,7 @@ from reconciler.runs.awx import client as awx
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.work import ufm
 from tests.unit.reconciler.service.service import until
+from tests.unit.reconciler.silent_names import NAME, silent_name
 
 pytestmark = pytest.mark.covers("ECO-2", "ECO-3", "ECO-4", "CTRL-14")
 
@@ -242,3 +243,16 @@ def test_a_redirect_to_no_address_is_refused_by_name(
         ask(f"http://127.0.0.1:{port}")
     assert refusal.value.code.endswith(("_silent", "_redirected"))
     assert "canary" not in str(refusal.value.to_dict())
+
+
+def test_a_name_server_that_hangs_is_a_silent_service(
+    ask: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lookup ends at the deadline of the request, and nothing was sent."""
+    for kind in KINDS:
+        monkeypatch.setattr(kind, "REQUEST_S", 0.2)
+    with silent_name() as lookups:
+        for _ in range(2):
+            with pytest.raises(LauncherAway, match=r"_silent.*the lookup of silent\.example"):
+                ask(f"https://{NAME}")
+        assert (lookups.begun, lookups.ended) == (1, False)

@@ -17,7 +17,15 @@ from sqlalchemy import Connection
 
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
-from reconciler.lifecycle import host, invariants, launch, power, retention
+from reconciler.lifecycle import (
+    host,
+    invariants,
+    launch,
+    power,
+    recovery,
+    recovery_cases,
+    retention,
+)
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import KEPT, MOST
@@ -393,3 +401,115 @@ def test_blockers_leave_no_megabytes_for_ever(
         done = queue.every(conn, node_id="n1")
     assert max(len(json.dumps([*change])) for change in changes) < 32_768
     assert sum(len(json.dumps(task.result)) for task in done[2:]) < 8_192
+
+
+def stored(conn: Connection) -> int:
+    """Characters of all that the database has."""
+    return sum(
+        len(json.dumps([*row], default=str))
+        for table in tables.metadata.sorted_tables
+        for row in conn.execute(sa.select(table))
+    )
+
+
+def failed(evidence: dict[str, Any], **error: str) -> Outcome:
+    error = {"code": "x", "expected": "x", "found": "x", "remedy": "x"} | error
+    return Outcome("failed", {"step": "s", "ok": False, "error": error, "evidence": evidence})
+
+
+@pytest.mark.parametrize(("checks", "rows"), [(64, 61), (24, 20)])
+def test_a_release_without_proof_leaves_no_megabytes(
+    sold: Site, tmp_path: Path, checks: int, rows: int
+) -> None:
+    """A host fills its report of absence as far as the form of results allows, and is recovered."""
+    check = {f"{number}": "x" * 240 for number in range(rows)} | {"absent": False}
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        report = release(sold, conn)
+        (task,) = leasing.lease(conn, "worker")
+        before = stored(conn)
+    filled = {f"check_{number}": check for number in range(checks)}
+    report["absence"] = {"absent": False, "checks": filled}
+    handler = HANDLERS[task.kind]
+    settle(
+        sold.engine, Settings(state_dir=tmp_path), handler, task, answered(handler.playbook, report)
+    )
+    with transaction(sold.engine) as conn:
+        (slot,) = recovery.blocked(conn)
+        assert slot.health_detail["code"] in ("absence_unproven", "result_invalid")
+        recovery_cases.open_case(conn, str(task.allocation_id), ADMIN)
+        assert stored(conn) - before < 65_536
+
+
+@pytest.mark.parametrize("prepare", [provision, machine_given])
+def test_a_launch_that_fails_leaves_no_megabytes(
+    sold: Site, tmp_path: Path, prepare: Callable[[Site, Connection], dict[str, Any]]
+) -> None:
+    """The host says that it is untouched, with all that a report may have."""
+    if prepare is machine_given:
+        Machines(sold).machine(profile="lab")
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        prepare(sold, conn)
+        (task,) = leasing.lease(conn, "worker")
+        before = stored(conn)
+    evidence = {"disk_written": False, "leftovers": False, "plan": {"x": "x" * 250_000}}
+    text = dict.fromkeys(("found", "expected", "remedy"), "y" * 16_384)
+    outcome = failed(evidence, **text)
+    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, outcome)
+    with reading(sold.engine) as conn:
+        assert queue.get(conn, task.id).error["code"] == "x"
+        assert stored(conn) - before < 65_536
+        kept = {"disk_written": False, "leftovers": False}
+        ours = [row for row in conn.execute(sa.select(tables.proofs)) if row.kind == "untouched"]
+        assert [row.document.items() >= kept.items() for row in ours] == [True] * len(ours)
+        assert invariants.check(conn) == []
+
+
+def test_a_machine_that_is_not_clean_leaves_no_megabytes(sold: Site, tmp_path: Path) -> None:
+    Machines(sold).machine(profile="lab")
+    with transaction(sold.engine) as conn:
+        machine_returned(sold, conn)
+        (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.BAREMETAL_RELEASE])
+        before = stored(conn)
+    evidence = {"drift": ["x" * 4096] * 1000}
+    outcome = failed(evidence, found="y" * 65_536)
+    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, outcome)
+    with reading(sold.engine) as conn:
+        assert nodes.get(conn, "m1").unclean_allocation_id
+        assert stored(conn) - before < 65_536
+
+
+def test_a_machine_that_is_clean_leaves_no_megabytes(sold: Site, tmp_path: Path) -> None:
+    """Its host names differences as far as the form of results allows."""
+    Machines(sold).machine(profile="lab")
+    with transaction(sold.engine) as conn:
+        report = machine_returned(sold, conn)
+        (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.BAREMETAL_RELEASE])
+        before = stored(conn)
+    row = {"section": "keys", "name": "x" * 4000, "change": "changed", "access": False}
+    report["drift"] = [row] * 900
+    handler = HANDLERS[task.kind]
+    outcome = answered(handler.playbook, report)
+    settle(sold.engine, Settings(state_dir=tmp_path), handler, task, outcome)
+    with reading(sold.engine) as conn:
+        done = queue.get(conn, task.id)
+        assert done.state == "succeeded", done.error
+        assert done.result["counts"]["drift"] == 900
+        assert stored(conn) - before < 65_536
+
+
+@pytest.mark.parametrize("part", ["absence", "proofs"])
+def test_no_proof_has_megabytes(sold: Site, tmp_path: Path, part: str) -> None:
+    """Proofs and reports of absence are kept for ever, so their form bounds them."""
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        report = release(sold, conn)
+    assert answered("release_slice", report).ok
+    if part == "absence":
+        check = {f"detail_{number}": "x" * 4096 for number in range(40)} | {"absent": True}
+        report["absence"]["checks"]["domain"] = check
+    else:
+        (proof,) = report["proofs"].values()
+        proof["more"] = "x" * 20_000
+    assert answered("release_slice", report).problem.startswith("result_invalid")
