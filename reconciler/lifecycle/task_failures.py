@@ -6,6 +6,7 @@ begun ends here. Its subject gets an ordinary failure, so that nothing keeps wai
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from reconciler.model.states import TaskKind
 from reconciler.records import claims, queue
 from reconciler.records.leasing import DUE
 
+# That of an honest host has some kilobytes.
+_LONGEST_EVIDENCE = 64 * 1024
 # Refusals of a firmware change by its host before it makes a BIOS job. Any other end, such as that
 # of a canceled run, may leave a job, whose power cycle comes when the BMC is ready for it.
 _BEFORE_BIOS_JOB = frozenset(
@@ -54,6 +57,15 @@ class Failure:
     error: dict[str, str]
     evidence: dict[str, Any]
     known: bool
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The evidence for the task and for the history of its subject, which both stay. A host may
+        fail each run with megabytes.
+        """
+        length = len(json.dumps(self.evidence))
+        left_out = {"left_out": f"{length} bytes; see the output of the task"}
+        return self.evidence if length <= _LONGEST_EVIDENCE else left_out
 
     @property
     def untouched(self) -> bool:
@@ -141,7 +153,7 @@ def _provision_failed(conn: Connection, task: Task, failure: Failure) -> None:
     slices.provision_failed(
         conn,
         task.allocation_id or "",
-        act_of(task).because(failure.error["code"], evidence),
+        act_of(task).because(failure.error["code"], failure.kept),
         step=failure.step,
         error=failure.error,
         untouched=dict.fromkeys(slot_ids, evidence) if failure.untouched else None,
@@ -171,14 +183,14 @@ def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:
 
 
 def _release_failed(conn: Connection, task: Task, failure: Failure) -> None:
-    act = act_of(task).because(failure.error["code"], failure.evidence)
+    act = act_of(task).because(failure.error["code"], failure.kept)
     slices.release_failed(
         conn, task.allocation_id or "", act, step=failure.step, error=failure.error
     )
 
 
 def _wipe_failed(conn: Connection, task: Task, failure: Failure) -> None:
-    act = act_of(task).because(failure.error["code"], failure.evidence)
+    act = act_of(task).because(failure.error["code"], failure.kept)
     with locks.node(conn, task.node_id):
         slots = unfenced_slots(conn, task)
         slices.cleanup_failed(conn, slots, act, step=failure.step, error=failure.error)
@@ -203,7 +215,7 @@ def _machine_release_failed(conn: Connection, task: Task, failure: Failure) -> N
     baremetal.release_failed(
         conn,
         task.allocation_id or "",
-        act_of(task).because(failure.error["code"], failure.evidence),
+        act_of(task).because(failure.error["code"], failure.kept),
         fence=task.parameters["fence"],
         step=failure.step,
         error=failure.error,
@@ -219,7 +231,7 @@ def _ingress_failed(conn: Connection, task: Task, failure: Failure) -> None:
     """The rule ends only if the host says that it does not forward, or no run began."""
     rule_id, answer = task.parameters["rule_id"], failure.evidence.get("ingress")
     says = failure.known and isinstance(answer, dict) and rule_id not in answer["rules"]
-    act = act_of(task).because(failure.error["code"], failure.evidence)
+    act = act_of(task).because(failure.error["code"], failure.kept)
     forwards = not (says or failure.untouched)
     ingress.failed(conn, rule_id, act, failure.error, forwards=forwards)
 
