@@ -108,7 +108,8 @@ class Settings(BaseSettings):
     workers busy; too high, and leftovers or losses on a host stay unnoticed for that long."""
     drift_at_once: int = Field(1, ge=1)
     """Hosts of the whole site that are compared at the same time. Each occupies a worker for
-    some seconds. Beside them, one host is compared that hangs or did so lately."""
+    some seconds. Beside them, one host is compared that hangs or did so lately. Of several that
+    begin to hang, all but one are given up while others wait."""
     keep_events_days: int = Field(7, ge=1)
     """Days after which events that a relay has read are deleted."""
     keep_unsent_events_days: int = Field(30, ge=1)
@@ -119,8 +120,8 @@ class Settings(BaseSettings):
     request repeated later is carried out again."""
     keep_progress_days: int = Field(30, ge=1)
     """Days for which the progress of an ended task is kept. Its result, history, audit and
-    usage are kept for ever, but for long results of old reports of hosts, and changes to a
-    health beyond 12 in a day and 60 in 30 days."""
+    usage are kept for ever, but for long results of old reports of hosts, long evidence of old
+    failures, and changes to a health beyond 12 in a day and 60 in 30 days."""
     keep_runs_days: int = Field(30, ge=1)
     """Days after which the run files of an ended task are deleted, with Ansible's output. Files
     and progress stay while the task's allocation lives or one of its slots is not clean."""

@@ -124,7 +124,8 @@ class Stage:
 
     def _lift_limits(self) -> None:
         """The story launches at its own pace, and a person recovers what it leaves blocked."""
-        self.api().put("/admin/settings/default-quota", {})
+        names = ("open_requests", "launches_per_hour", "failures_per_hour")
+        self.api().put("/admin/settings/default-quota", dict.fromkeys(names))
         policy = {"enabled": False, "tenant_failures": False}
         self.api().put("/admin/settings/recovery-policy", policy)
 

@@ -129,13 +129,13 @@ def show_defaults(context: Admin) -> DefaultQuota:
     "/admin/settings/default-quota", response_model=DefaultQuota, name="change_default_quota"
 )
 def change_defaults(body: Limits, context: Admin) -> JSONResponse:
-    """Replace the limits of the site. A limit that is left out no longer holds.
+    """Replace the limits of the site. A limit that is left out is as shipped, and null removes it.
 
     They hold for every project without a limit of its own. A new site has limits that are shipped.
     """
 
     def work(conn: Connection, act: Act) -> DefaultQuota:
-        quotas.change_defaults(conn, _given(body), act)
+        quotas.change_defaults(conn, _named(body), act)
         return DefaultQuota(limits=quotas.defaults(conn))
 
     return context.write(work, body=body)

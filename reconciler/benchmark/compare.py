@@ -7,6 +7,7 @@ from typing import Any
 
 from reconciler.benchmark.harness.main import PROBES
 from reconciler.model.errors import Problem
+from reconciler.model.storable import printable
 
 Capture = Mapping[str, Any]
 Record = dict[str, Any]
@@ -219,9 +220,7 @@ def _verdict(pair: Mapping[str, Capture | None], waived: Sequence[str]) -> Recor
 
 def plain(text: object, limit: int = 200) -> str:
     """A line without control, bidirectional or unpaired characters of a measured machine."""
-    clean = "".join(
-        char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text)
-    )
+    clean = printable(str(text))
     return clean if len(clean) <= limit else f"{clean[: limit - 1]}\u2026"
 
 

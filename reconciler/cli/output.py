@@ -14,6 +14,7 @@ from rich.text import Text
 
 from reconciler.cli import session
 from reconciler.model.errors import Problem
+from reconciler.model.storable import printable
 
 Record = Mapping[str, Any]
 
@@ -126,11 +127,8 @@ def plain(value: Any) -> Text:
 
 
 def clean(text: str) -> str:
-    """Printable characters and line ends only."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for char in text
-    )
+    """Printable characters, tabs and line ends only."""
+    return printable(text, "\n\t")
 
 
 def _at(row: Record, path: str) -> Any:

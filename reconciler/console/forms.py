@@ -1,7 +1,8 @@
 """Forms of the console, and the API call that each of them makes.
 
 A field's name says how its text becomes JSON: `reason` is text, `gpu_count:int` a number,
-`ssh_keys:lines` a list. Empty fields are left out, except with `:text`.
+`ssh_keys:lines` a list. Empty fields are left out, except with `:text`, and with `:limit`, where
+null is no limit.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def body(values: dict[str, list[str]]) -> dict[str, Any]:
         if kind not in _KINDS:
             raise _invalid(f"a kind of field among {', '.join(sorted(_KINDS))}", kind)
         value = _KINDS[kind](texts)
-        if value is not None:
+        if value is not None or kind in _NULLS:
             document[name] = value
     return document
 
@@ -128,6 +129,7 @@ _KINDS: dict[str, Callable[[list[str]], Any]] = {
     "": lambda texts: texts[-1].strip() or None,
     "text": lambda texts: texts[-1].strip(),
     "int": _number,
+    "limit": _number,
     "bool": lambda texts: texts[-1] in ("on", "true"),
     "lines": _lines,
     "words": lambda texts: texts[-1].replace(",", " ").split() or None,
@@ -137,6 +139,8 @@ _KINDS: dict[str, Callable[[list[str]], Any]] = {
     # An input of the kind datetime-local; the page says that it means UTC.
     "utc": lambda texts: f"{texts[-1]}Z" if texts[-1] else None,
 }
+# Kinds whose empty field is null in the body.
+_NULLS = frozenset({"limit"})
 
 
 def _last(values: dict[str, list[str]], name: str) -> str:

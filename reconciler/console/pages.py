@@ -94,6 +94,20 @@ def size(count: float) -> str:
     return f"{count:.1f}".removesuffix(".0") + f" {units[power]}"
 
 
+def _as_typed(text: Any) -> Markup:
+    """A value of a form's field as a person typed it, for a field. What `render` replaces becomes a
+    reference: sent again, a field with replacements would be accepted.
+    """
+    return Markup("").join(map(_referenced, str(text)))
+
+
+def _referenced(char: str) -> str:
+    # Browsers read references to NUL and to C1 controls as other characters.
+    if not _CONTROLS.match(char) or char == "\0" or "\x80" <= char <= "\x9f":
+        return char
+    return Markup("&#{};").format(ord(char))
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(HERE / "templates"),
@@ -106,6 +120,7 @@ def _environment() -> Environment:
         "state": _state,
         "when": _when,
         "stamp": _stamp,
+        "as_typed": _as_typed,
         "size": size,
         "duration": _duration,
         "pretty": lambda value: json.dumps(value, indent=2, sort_keys=True),

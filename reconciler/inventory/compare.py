@@ -46,6 +46,7 @@ from reconciler.model.hardware import (
     serial_of,
 )
 from reconciler.model.states import AllocationState
+from reconciler.model.storable import printable
 
 Networks = Mapping[int, Sequence[IPv4Network | IPv6Network]]
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -567,8 +568,7 @@ def device_name(device: Device) -> str:
 
 def shown(value: object) -> str:
     """A value for display. Texts of NetBox may be long or contain unprintable characters."""
-    text = str(value)
-    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    text = printable(str(value))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 

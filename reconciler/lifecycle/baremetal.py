@@ -15,6 +15,7 @@ from reconciler.lifecycle import firmware, gate, host, installation, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act, require_reason
 from reconciler.model.bundle import disk_identity
+from reconciler.model.discovery import GPU_COUNT, node_blockers
 from reconciler.model.errors import Problem
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.scheduler.explain import explain_machines
@@ -165,8 +166,11 @@ def _unknown(conn: sa.Connection, node: Node) -> str:
     same = node.boot_id and seen.boot_id == node.boot_id
     if not same or seen.install_id != node.install_id:
         return "discovery_stale"
-    before = (seen.observed_at or 0.0) < exclusive_ended_at(conn, node.id)
-    return "discovery_stale" if before else ""
+    if (seen.observed_at or 0.0) < exclusive_ended_at(conn, node.id):
+        return "discovery_stale"
+    # Its tenant would pay for GPUs that it may not have.
+    many = any(blocker.code == GPU_COUNT for blocker in node_blockers(seen.document))
+    return GPU_COUNT if many else ""
 
 
 def _restarting(conn: sa.Connection, node_id: str) -> str:

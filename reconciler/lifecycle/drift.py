@@ -289,7 +289,7 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     doubtful host: one that hangs has its place until the deadline of its run. So one is doubtful
     that is slow now or was lately. The next comparison comes later after each failure.
     """
-    failures, hangs = _of_newest(_FAILED), _of_newest(_LONG)
+    hangs = _of_newest(_LONG)
     slow = clock.now() - sa.func.coalesce(tasks.c.started_at, clock.now()) > SLOW_S
     queued = (
         sa.select(nodes.c.id, nodes.c.state, sa.or_(hangs > 0, slow).label("doubtful"))
@@ -300,15 +300,7 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     # Comparisons that wait for an unreachable host do not count against the limit.
     under_way = [bool(row.doubtful) for row in open_ones.values() if row.state in ANSWERING_NODES]
     room = at_once + 1 - len(under_way)
-    since = _asked_at()
-    longest_s = max(_LONGEST_PAUSE_S, every_s * _AFTER_FAILURE)
-    pauses = {n + 1: min(every_s * _AFTER_FAILURE * 2**n, longest_s) for n in range(_NEWEST)}
-    pause = sa.case((_last_failed(), sa.case(pauses, value=failures)), else_=every_s)
-    query = (
-        sa.select(nodes.c.id)
-        .where(_COMPARED, nodes.c.id.not_in(list(open_ones)), since < clock.now() - pause)
-        .order_by(since, nodes.c.id)
-    )
+    query = _waiting(every_s).where(nodes.c.id.not_in(list(open_ones)))
     ids: list[str] = []
     for which, free in (
         (hangs == 0, at_once - under_way.count(False)),
@@ -319,10 +311,45 @@ def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
     return ids
 
 
+def end_hanging(conn: sa.Connection, act: Act, *, every_s: float) -> list[str]:
+    """Ask for the end of comparisons that keep those of other hosts waiting; returns their ids.
+
+    Of the service's own that hang, the oldest may go on until its deadline. Where several hosts
+    begin to hang at the same time, the others would have no place until then, and no workers.
+    """
+    query = sa.select(tasks.c.id, tasks.c.requested_by).where(
+        tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE,
+        tasks.c.state == TaskState.RUNNING,
+        clock.now() - tasks.c.started_at > SLOW_S,
+        ~tasks.c.cancel_requested,
+    )
+    hanging = conn.execute(query.order_by(tasks.c.started_at, tasks.c.id)).all()
+    # A person who asked for one waits for its end.
+    ids = [row.id for row in hanging[1:] if row.requested_by == act.actor]
+    waiting = _waiting(every_s).where(~_has_open(), _of_newest(_LONG) == 0)
+    if not ids or conn.execute(waiting.limit(1)).first() is None:
+        return []
+    for task_id in ids:
+        queue.cancel(conn, task_id, act)
+    return ids
+
+
+def _waiting(every_s: float) -> sa.Select[Any]:
+    """Hosts due for drift detection, those first that wait longest."""
+    failures, since = _of_newest(_FAILED), _asked_at()
+    longest_s = max(_LONGEST_PAUSE_S, every_s * _AFTER_FAILURE)
+    pauses = {n + 1: min(every_s * _AFTER_FAILURE * 2**n, longest_s) for n in range(_NEWEST)}
+    pause = sa.case((_last_failed(), sa.case(pauses, value=failures)), else_=every_s)
+    return (
+        sa.select(nodes.c.id)
+        .where(_COMPARED, since < clock.now() - pause)
+        .order_by(since, nodes.c.id)
+    )
+
+
 def every_host(conn: sa.Connection) -> list[str]:
     """Every slice host that has no open comparison."""
-    mine = sa.select(tasks.c.id).where(_OF_NODE, tasks.c.state.in_(OPEN))
-    return list(conn.execute(sa.select(nodes.c.id).where(_COMPARED, ~mine.exists())).scalars())
+    return list(conn.execute(sa.select(nodes.c.id).where(_COMPARED, ~_has_open())).scalars())
 
 
 def overdue_nodes(conn: sa.Connection) -> float:
@@ -386,6 +413,11 @@ def _of_newest(which: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
     newest = sa.select(which.label("such")).where(_OF_NODE).order_by(tasks.c.created_at.desc())
     rows_of = newest.limit(_NEWEST).correlate(nodes).subquery()
     return sa.select(sa.func.count()).select_from(rows_of).where(rows_of.c.such).scalar_subquery()
+
+
+def _has_open() -> sa.ColumnElement[bool]:
+    """Whether a comparison of a node is open."""
+    return sa.select(tasks.c.id).where(_OF_NODE, tasks.c.state.in_(OPEN)).exists()
 
 
 def _asked_at() -> sa.ColumnElement[Any]:

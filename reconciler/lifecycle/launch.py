@@ -18,6 +18,7 @@ from reconciler.db.schema import images as image_table
 from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, placement, quota
 from reconciler.lifecycle.slices import advance_together, move_claims, run_on_slots
 from reconciler.model.act import Act
+from reconciler.model.discovery import gpu_count
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.hardware import (
     NVLINK_PARTITIONS,
@@ -161,8 +162,7 @@ def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     quota.admit(conn, launch.project_id, 0)
     node, discovery = baremetal.reserve(conn, launch.want())
     document = discovery.document
-    # The host's own count may be any. Of those that it lists, the contract allows few.
-    gpus = len({gpu["address"] for gpu in document["gpu"]})
+    gpus = gpu_count(document)
     quota.admit(conn, launch.project_id, gpus)
     if pool:
         guest_pool.require_memory(pool, document["host"]["memory_mib"])

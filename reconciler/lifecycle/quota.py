@@ -65,16 +65,16 @@ def defaults(conn: sa.Connection) -> dict[str, int]:
     return dict(settings.read(conn, _DEFAULTS, SHIPPED))
 
 
-def change_defaults(conn: sa.Connection, limits: Mapping[str, int], act: Act) -> None:
-    """Replace the site's limits. A limit that is left out is none."""
-    settings.write(conn, _DEFAULTS, dict(limits), act)
+def change_defaults(conn: sa.Connection, limits: Changes, act: Act) -> None:
+    """Replace the site's limits. A limit that is left out is as shipped; None is no limit."""
+    settings.write(conn, _DEFAULTS, _amended(SHIPPED, limits), act)
 
 
 def amend_defaults(conn: sa.Connection, changes: Changes, act: Act) -> None:
     """Change some of the site's limits; None removes a limit."""
     before = settings.read(conn, _DEFAULTS, SHIPPED, lock=True)
     if (after := _amended(before, changes)) != before:
-        change_defaults(conn, after, act)
+        settings.write(conn, _DEFAULTS, after, act)
 
 
 def _amended(limits: Mapping[str, int], changes: Changes) -> dict[str, int]:

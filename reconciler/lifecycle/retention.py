@@ -1,7 +1,8 @@
 """Retention: delete old events, answers, reports and progress of finished work, in batches.
 
-History, audit, claims, usage, proofs and tasks are the permanent record and are never deleted. Data
-of an allocation that has not ended, or that left an unclean slot behind, is kept too.
+History, audit, claims, usage, proofs and tasks are the permanent record and are never deleted, but
+for the evidence of old failures, which a host can make long. Data of an allocation that has not
+ended, or that left an unclean slot behind, is kept too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from reconciler.db.schema import (
     console_sessions,
     discoveries,
     idempotency_keys,
+    nodes,
     outbox,
     parities,
     slots,
@@ -29,8 +31,14 @@ from reconciler.db.schema import (
     terminal_recordings,
 )
 from reconciler.lifecycle import slice_telemetry
-from reconciler.model.states import ENDED_ALLOCATIONS, ENDED_TASKS, UNCLEAN_SLOTS
-from reconciler.records import terminals
+from reconciler.model.states import (
+    ENDED_ALLOCATIONS,
+    ENDED_TASKS,
+    UNCLEAN_SLOTS,
+    TaskKind,
+    TaskState,
+)
+from reconciler.records import queue, terminals
 
 # Rows per transaction, so that other writers of a SQLite file do not wait long.
 AT_ONCE = 500
@@ -38,6 +46,13 @@ TOKENS_S = 30 * 86_400.0
 # Reports of a kind that a node keeps. Each may have megabytes, and a host can make the service ask
 # for one every few minutes.
 REPORTS = 20
+# Characters of evidence that every failed task keeps. The newest REPORTS of a kind and node keep
+# more. Long ones are read and written one by one, so fewer at once.
+LONG_EVIDENCE, EVIDENCE_AT_ONCE = 4_096, 100
+# Kinds of reports of a node, which a host can have the service ask for every few minutes.
+REPORT_KINDS = frozenset(
+    {TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY, TaskKind.SLICE_DRIFT_RECONCILE}
+)
 
 
 def events(conn: sa.Connection, *, sent_s: float, unsent_s: float) -> int:
@@ -94,6 +109,42 @@ def reports(conn: sa.Connection) -> int:
         old = old.where(~approved) if table is discoveries else old
         count += _delete(conn, table, (table.c.id,), old)
     return count
+
+
+def evidence(conn: sa.Connection) -> int:
+    """Drop long evidence of tasks that failed, but of the newest of each kind and node; their
+    errors stay. A host can make its tasks fail every few minutes, and tasks are kept for ever.
+
+    That of tasks with an unknown effect stays, and so does all but that of reports while the node,
+    a slot of it or the task's allocation is not clean, because people recover it.
+    """
+    error = tasks.c.error["evidence"]
+    newest = sa.func.row_number().over(
+        partition_by=(tasks.c.kind, tasks.c.node_id), order_by=tasks.c.created_at.desc()
+    )
+    ranked = (
+        sa.select(tasks.c.id, newest.label("rank"))
+        .where(
+            tasks.c.state.in_((TaskState.FAILED, TaskState.CANCELED)),
+            sa.func.length(sa.cast(error, sa.Text)) > LONG_EVIDENCE,
+        )
+        .subquery()
+    )
+    unclean = sa.exists().where(
+        slots.c.node_id == tasks.c.node_id, slots.c.status.in_(UNCLEAN_SLOTS)
+    )
+    machine = sa.exists().where(nodes.c.id == tasks.c.node_id, nodes.c.unclean_allocation_id != "")
+    clean = sa.and_(_done(0), ~unclean, ~machine)
+    query = (
+        sa.select(tasks.c.id)
+        .join(ranked, ranked.c.id == tasks.c.id)
+        .where(ranked.c.rank > REPORTS, sa.or_(tasks.c.kind.in_(REPORT_KINDS), clean))
+    )
+    without_limits(conn)
+    ids = conn.execute(query.limit(EVIDENCE_AT_ONCE)).scalars().all()
+    for task_id in ids:
+        queue.shorten_error(conn, task_id)
+    return len(ids)
 
 
 def recordings(conn: sa.Connection, *, age_s: float) -> int:

@@ -66,26 +66,30 @@ def due(conn: sa.Connection) -> list[Node]:
 def record(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> int:
     """Store a host's snapshot for its own active slices; returns their number."""
     by_id = {part.allocation_id: part for part in snapshot.slices}
-    query = sa.select(allocations.c.id).where(
+    query = sa.select(allocations.c.id, allocations.c.gpu_count).where(
         allocations.c.id.in_(sorted(by_id)), allocations.c.node_id == node_id, _ACTIVE
     )
-    ids = sorted(conn.execute(query).scalars())
+    counts = {row.id: row.gpu_count for row in conn.execute(query.order_by(allocations.c.id))}
     now = clock.read(conn)
-    for allocation_id in ids:
+    for allocation_id, gpus in counts.items():
         part = by_id[allocation_id]
         host = part.host.model_dump(mode="json", exclude_none=True)
         host["refused_packets"] = {
             kind: packets for kind, packets in part.host.refused_packets.items() if kind in REFUSED
         }
         guest = part.guest and part.guest.model_dump(mode="json", exclude_none=True)
+        if guest:
+            # Each is a series of the metrics.
+            named = {gpu["index"]: gpu for gpu in guest["gpus"]}
+            guest["gpus"] = [named[index] for index in sorted(named) if index < gpus]
         values = {"at": now, "host": host, "guest": guest}
         place = {"allocation_id": allocation_id, "minute": _place(now)}
         insert = rows.conflict_insert(conn.dialect.name, telemetry_samples)
         row = insert.values(**place, **values)
         conn.execute(row.on_conflict_do_update(index_elements=list(place), set_=values))
-    refused = [{"allocation_id": key, "refused": by_id[key].host.refused_packets} for key in ids]
+    refused = [{"allocation_id": key, "refused": by_id[key].host.refused_packets} for key in counts]
     record_refused(conn, node_id, {"found": refused})
-    return len(ids)
+    return len(counts)
 
 
 def _place(at: float) -> int:

@@ -6,6 +6,7 @@ begun ends here. Its subject gets an ordinary failure, so that nothing keeps wai
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,8 +41,9 @@ _BEFORE_BIOS_JOB = frozenset(
     ]
 )
 
-# Characters of each part of an error.
-LONGEST_TEXT = 2000
+# Characters of each part of an error, and of the evidence. That of an honest host has some
+# kilobytes.
+LONGEST_TEXT, _LONGEST_EVIDENCE = 2000, 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class Failure:
         texts = {part: text for part, text in self.error.items() if isinstance(text, str)}
         short = {part: text[:LONGEST_TEXT] for part, text in texts.items()}
         object.__setattr__(self, "error", short)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The evidence as the task keeps it. A host may fail each run with megabytes."""
+        length = len(json.dumps(self.evidence))
+        left_out = {"left_out": f"{length} bytes; see the output of the task"}
+        return self.evidence if length <= _LONGEST_EVIDENCE else left_out
 
     @property
     def untouched(self) -> bool:

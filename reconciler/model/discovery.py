@@ -28,6 +28,10 @@ USE = frozenset(
 )
 
 
+# More or fewer GPUs than the hardware profile says that its machines have.
+GPU_COUNT = "gpu_count_mismatch"
+
+
 @dataclass(frozen=True)
 class Blocker:
     """A reason that keeps a plan from being applied or a slot from being sold."""
@@ -70,6 +74,29 @@ def cpu_count(text: str) -> int:
     """Number of CPUs in the kernel's list format: `0-3,8` has 5. Other text has none."""
     parts = re.findall(r"(?:^|,)(\d{1,6})(?:-(\d{1,6}))?(?=,|\s*$)", text)
     return sum(max(int(last or first) - int(first) + 1, 0) for first, last in parts)
+
+
+def gpu_count(document: Document) -> int:
+    """Number of GPUs that the host lists."""
+    return len({row.get("address") for row in section(document, "gpu")})
+
+
+def with_gpu_count(document: Document, expected: int) -> dict[str, Any]:
+    """The document with the faults that an honest host reports when it lists more or fewer GPUs
+    than its hardware profile has: more block the node, any difference degrades it. A hostile host
+    leaves them out, and whole machines are paid for by the GPU. expected: 0 if it is unknown.
+    """
+    count, summary = gpu_count(document), document["candidate_summary"]
+    if not expected or count == expected:
+        return dict(document)
+    known = {blocker.code for blocker in degraded(document)}
+    detail = f"{count} of {expected} GPUs are present"
+    if count > expected:
+        detail = f"the host lists {count} GPUs, gpu.expected of its hardware profile is {expected}"
+        summary = {**summary, "blockers": sorted({*summary.get("blockers", ()), GPU_COUNT})}
+    faults = [Blocker(GPU_COUNT, detail).document()] if GPU_COUNT not in known else []
+    summary = {**summary, "degraded": [*faults, *section(summary, "degraded")]}
+    return {**document, "candidate_summary": summary}
 
 
 def gpu(document: Document, address: str) -> Document | None:

@@ -1,4 +1,4 @@
-"""What both databases can store, of documents that a host, a model or another service made."""
+"""What can be stored and shown of texts and documents of hosts, models and other services."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def stored_size(document: object, most: int) -> int:
 def storable_text(text: str) -> str:
     """The text with a replacement mark for each character that cannot be stored."""
     return _NO_TEXT.sub("\ufffd", text)
+
+
+def printable(text: str, also: str = "") -> str:
+    """The text for display, with a replacement mark for each control, bidirectional or unpaired
+    character, in which a host or another service could hide other words. also: those that stay.
+    """
+    return "".join(char if char.isprintable() or char in also else "\ufffd" for char in text)
 
 
 def storable_parts(refusal: Refusal) -> dict[str, str]:

@@ -382,6 +382,15 @@ def shortened(result: dict[str, Any], most: int = _LONGEST_RESULT) -> dict[str, 
     return {**rest, "counts": large}
 
 
+def shorten_error(conn: sa.Connection, task_id: str) -> None:
+    """Drop the evidence of a failed task's error."""
+    error = get(conn, task_id).error
+    length = len(json.dumps(error["evidence"]))
+    left_out = {"left_out": f"{length} bytes of an old failure"}
+    change = sa.update(tasks).where(tasks.c.id == task_id)
+    conn.execute(change.values(error={**error, "evidence": left_out}))
+
+
 def get(conn: sa.Connection, id: str) -> Task:
     """The task with an id."""
     return db_rows.get(conn, Task, id)

@@ -160,6 +160,9 @@ def compare_hosts(engine: Engine, settings: Settings) -> None:
     for node_id in node_ids:
         task = retrying(engine, partial(drift.queue_comparison, node_id=node_id, act=_DRIFT_ACT))
         _DRIFT_LOG.info("task %s compares host %s with the records", task.id, node_id)
+    act = Act(_DRIFT_ACT.actor, f"it has run for {drift.SLOW_S:.0f} s, and other hosts wait")
+    for task_id in retrying(engine, partial(drift.end_hanging, act=act, every_s=every_s)):
+        _DRIFT_LOG.warning("task %s hangs and is ended: other hosts wait to be compared", task_id)
 
 
 def renew_certificates(engine: Engine, settings: Settings) -> None:
@@ -256,6 +259,7 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         "progress": partial(retention.progress, age_s=settings.keep_progress_days * DAY_S),
         "telemetry": retention.telemetry,
         "reports": retention.reports,
+        "evidence": retention.evidence,
         "tokens": retention.tokens,
         "jobs": partial(
             jobs.forget, age_s=settings.keep_jobs_days * DAY_S, limit=retention.AT_ONCE
@@ -266,7 +270,7 @@ def forget(engine: Engine, settings: Settings) -> dict[str, int]:
         for _ in range(_TRANSACTIONS):
             count = retrying(engine, work)
             gone[name] += count
-            if count < retention.AT_ONCE:
+            if count < (retention.EVIDENCE_AT_ONCE if name == "evidence" else retention.AT_ONCE):
                 break
     if any(gone.values()):
         text = ", ".join(f"{count} {name}" for name, count in gone.items())

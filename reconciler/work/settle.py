@@ -11,7 +11,6 @@ policy requests the work again.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,8 +39,6 @@ from reconciler.work.handler import Handler, Work, open_work
 
 # A smaller difference of a host's clock makes no certificate invalid.
 _LEAST_S = 60.0
-# Of a failed task. That of an honest host has some kilobytes.
-_LONGEST_EVIDENCE = 64 * 1024
 # Error code of an outcome that only the schema refuses. Such an outcome frees nothing.
 REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
@@ -61,10 +58,6 @@ _PAUSE_FACTOR = 4
 _TRANSIENT = frozenset({"command_timeout", "image_unreachable"})
 # Codes of a run without a reported end: its process or the connection to its host was lost.
 _BROKEN = frozenset({"run_failed", "run_lost", FOLDER_GONE})
-# Reports of a node, which a host can have the service ask for every few minutes.
-_REPORTS = frozenset(
-    {TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY, TaskKind.SLICE_DRIFT_RECONCILE}
-)
 # Codes of failures that only Ansible or the system has put in words.
 _UNNAMED = frozenset({"task_failed", "system_error", "command_failed"})
 
@@ -162,7 +155,7 @@ def _succeed(
             host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
             evidence.update((outcome.result or {})["evidence"])
             result = queue_next_step(work, handler.succeed(work, evidence))
-            if task.kind in _REPORTS:
+            if task.kind in retention.REPORT_KINDS:
                 # This task is one more.
                 queue.shorten_result(conn, task.kind, task.node_id, newest=retention.REPORTS - 1)
             elif task.kind != TaskKind.NODE_FIRMWARE:  # Its approval reads the whole plan.
@@ -238,11 +231,8 @@ def _fail(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> N
 
 
 def _task_error(failure: Failure) -> dict[str, Any]:
-    """The error that the task keeps, for ever. A host may fail each comparison with megabytes."""
-    length = len(json.dumps(failure.evidence))
-    left_out = {"left_out": f"{length} bytes; see the output of the task"}
-    evidence = failure.evidence if length <= _LONGEST_EVIDENCE else left_out
-    return {**failure.error, "step": failure.step, "evidence": evidence}
+    """The error that the task keeps."""
+    return {**failure.error, "step": failure.step, "evidence": failure.kept}
 
 
 def _storable(outcome: Outcome) -> Outcome:

@@ -101,7 +101,7 @@ class Telemetry:
                 self._places.submit(node.id, self._ask, access, node)
         return [node.id for node in turn]
 
-    def _ask(self, access: SshAccess, node: Node) -> None:
+    def _ask(self, access: SshAccess, node: Node) -> str:
         try:
             failure = self._collect(access, node)
         except Exception as broken:
@@ -113,6 +113,7 @@ class Telemetry:
             self._busy.discard(node.id)
         if failure and failure != before:
             log.warning("no telemetry of node %s: %s", node.id, failure)
+        return failure
 
     def _collect(self, access: SshAccess, node: Node) -> str:
         """Store the host's snapshot; returns the reason why not."""

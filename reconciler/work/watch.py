@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sqlalchemy import Connection, Engine
 
@@ -26,7 +27,6 @@ from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 
 log = logging.getLogger("gpuaas.watch")
-T = TypeVar("T")
 
 ACT = Act("reconciler", "the host answers again")
 # Probe interval of an unreachable host: it doubles from FIRST_S to LONGEST_S and stays there. A
@@ -37,43 +37,65 @@ LONGEST_S = 120.0
 # answer starts the runs of its tasks, so a hostile host would keep this machine busy with them.
 FORGET_S = 600.0
 # Parallel questions to hosts, and as many to slow ones. A question that takes longer than SLOW_S
-# makes its host a slow one for an hour.
+# makes its host a slow one: until a quick answer, or for an hour from the second time on.
 _AT_ONCE, SLOW_S, _REMEMBERED_S = 8, 5.0, 3600.0
 # A pass waits so long for its probes.
 _WAIT_S = 1.0
 
 
+@dataclass(frozen=True)
+class _Slow:
+    """A host that was slow. at: when last. again: whether it was before, within the hour, and had
+    answered quickly since. pardoned: whether it has answered quickly since.
+    """
+
+    at: float
+    again: bool = False
+    pardoned: bool = False
+
+
 class Places:
     """Places in which hosts are asked at the same time. Those that were slow lately wait for places
     of their own, so that hosts that hang delay no others.
+
+    A question returns why its host did not answer, "" if it did.
     """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Per node: when it was slow last.
-        self._slow: dict[str, float] = {}
+        self._slow: dict[str, _Slow] = {}
         self._pools = [
             ThreadPoolExecutor(_AT_ONCE, name),
             ThreadPoolExecutor(_AT_ONCE, f"{name}-slow"),
         ]
 
-    def submit(self, node_id: str, ask: Callable[..., T], *arguments: Any) -> Future[T]:
+    def submit(self, node_id: str, ask: Callable[..., str], *arguments: Any) -> Future[str]:
         """Ask a host as soon as it has a place."""
-        slow_at = self._slow.get(node_id)
-        slow = slow_at is not None and self._clock() - slow_at < _REMEMBERED_S
-        return self._pools[slow].submit(self._timed, node_id, ask, *arguments)
+        slow = self._remembered(node_id)
+        pool = self._pools[slow is not None and not slow.pardoned]
+        return pool.submit(self._timed, node_id, ask, *arguments)
 
     def close(self) -> None:
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _timed(self, node_id: str, ask: Callable[..., T], *arguments: Any) -> T:
-        begun = self._clock()
+    def _remembered(self, node_id: str) -> _Slow | None:
+        slow = self._slow.get(node_id)
+        return slow if slow and self._clock() - slow.at < _REMEMBERED_S else None
+
+    def _timed(self, node_id: str, ask: Callable[..., str], *arguments: Any) -> str:
+        begun, reason = self._clock(), "no answer"
         try:
-            return ask(*arguments)
+            reason = ask(*arguments)
         finally:
-            if self._clock() - begun > SLOW_S:
-                self._slow[node_id] = self._clock()
+            now, before = self._clock(), self._remembered(node_id)
+            if now - begun > SLOW_S:
+                # One that hangs by turns would hold the others' places each second time.
+                again = before is not None and (before.again or before.pardoned)
+                self._slow[node_id] = _Slow(now, again)
+            elif before and not (reason or before.again):
+                self._slow[node_id] = replace(before, pardoned=True)
+        return reason
 
 
 class Watch:

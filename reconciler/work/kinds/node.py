@@ -6,7 +6,7 @@ from typing import Any
 
 from reconciler.lifecycle import drift, host, maintenance, power
 from reconciler.lifecycle import gate as slot_gate
-from reconciler.model import firmware, hardware
+from reconciler.model import discovery, firmware, hardware
 from reconciler.model.states import NodeMode, NodeState, TaskKind
 from reconciler.records import images, nodes, proofs, reports, slots, tokens
 from reconciler.work import partitions
@@ -73,7 +73,8 @@ def bootstrap_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
-    document = evidence["discovery"]
+    expected = int((work.profile.get("gpu") or {}).get("expected") or 0)
+    document = discovery.with_gpu_count(evidence["discovery"], expected)
     host.record_discovery(
         work.conn,
         work.task.node_id,

@@ -820,6 +820,40 @@ def test_a_refusal_keeps_what_was_typed(selling: Stack, browse: Browse) -> None:
     assert added.headers["Location"] == "/console/nodes/second"
 
 
+def test_what_was_typed_comes_back_with_its_marks_and_is_shown_without(
+    selling: Stack, browse: Browse
+) -> None:
+    """A person who corrects another field would send a text that was never typed."""
+    admin, typed = browse("admin"), "rack 7 \u202e<&\u2066 \u05d0"
+    form = admin.open("/console/nodes/new").form("POST /admin/nodes")
+    answer = admin.send("/console/nodes/new", form, id="second", address="!", reason=typed)
+    assert answer.status_code == 422
+    again = Page(answer.text).form("POST /admin/nodes")
+    assert ("reason", typed) in again.fields
+    assert "\u202e" not in answer.text and "\u2066" not in answer.text
+    refused = admin.send("/console/nodes/new", again, address="192.0.2.8")
+    assert refused.status_code == 422 and "body.reason" in refused.text
+    # The steps of a launch hand on what was typed, too.
+    member = browse("member")
+    keys = f"{KEY} {typed}"
+    page = member.client.get("/console/projects/demo/launch", params={"ssh_keys": keys})
+    assert any(typed in value for name, value in Page(page.text).forms[-1].fields), page.text
+    assert "\u202e" not in page.text
+
+
+def test_an_empty_limit_of_the_site_is_none(selling: Stack, browse: Browse) -> None:
+    admin, call = browse("admin"), "PUT /admin/settings/default-quota"
+    form = admin.open("/console/projects").form(call)
+    kept = {
+        "launches_per_hour__limit": "7",
+        "open_requests__limit": "",
+        "failures_per_hour__limit": "",
+    }
+    assert admin.send("/console/projects", form, **kept).status_code == 303
+    answer = selling.client("admin").get("admin/settings/default-quota").json()
+    assert answer["limits"] == {"launches_per_hour": 7}
+
+
 def test_a_refusal_keeps_what_was_ticked(selling: Stack, browse: Browse) -> None:
     """Otherwise a person who corrects a field switches off what they had switched on before."""
     admin, call = browse("admin"), "PUT /admin/settings/recovery-policy"
@@ -1240,7 +1274,7 @@ def test_what_a_form_changed_is_in_the_audit_and_in_its_trace(
         "runtime__words": "rdma, worker-kit",
         "reason": "asked for by demo",
     }
-    limits = {"gpus__int": "8", "machines__int": "", "reason": "they pay"}
+    limits = {"gpus__limit": "8", "machines__limit": "", "reason": "they pay"}
     forms = (
         ("/console/images", "POST /admin/images", image),
         ("/console/projects/demo", "PUT /admin/projects/demo/quota", limits),

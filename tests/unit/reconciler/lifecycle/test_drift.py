@@ -27,6 +27,7 @@ from reconciler.lifecycle import (
     task_failures,
 )
 from reconciler.lifecycle import slots as slot_life
+from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import MOST, STEP
 from reconciler.model.errors import Problem
@@ -719,6 +720,47 @@ class TestDue:
             self.age(conn, DAY_S)
             drift.queue_comparison(conn, "n2", ADMIN)
             assert self.due(conn, at_once=1) == ["n1"]
+
+    def test_hosts_that_begin_to_hang_together_stop_no_others(self, sold: Site) -> None:
+        kind = TaskKind.SLICE_DRIFT_RECONCILE
+        for number in (2, 3):
+            sold.node(f"n{number}", (0,), number)
+
+        def compared(conn: sa.Connection, node_id: str, by: Act = ADMIN) -> str:
+            task = drift.queue_comparison(conn, node_id, by)
+            leasing.lease(conn, "worker", kinds=[kind])
+            return str(task.id)
+
+        def grow_old(conn: sa.Connection) -> None:
+            began = tables.tasks.c.started_at - drift.SLOW_S - 1
+            conn.execute(sa.update(tables.tasks).values(started_at=began))
+
+        def ended(conn: sa.Connection) -> list[str]:
+            return drift.end_hanging(conn, service, every_s=DAY_S)
+
+        service = Act("reconciler", "other hosts wait")
+        with transaction(sold.engine) as conn:
+            self.age(conn, DAY_S + 1)
+            compared(conn, "n1", service)
+            grow_old(conn)
+            assert self.due(conn, at_once=1) == ["n2"] and ended(conn) == []
+            second = compared(conn, "n2", service)
+            assert ended(conn) == [], "it has just begun"
+            grow_old(conn)
+            assert self.due(conn, at_once=1) == [], "the third would wait until their deadline"
+            assert ended(conn) == [second]
+            assert ended(conn) == [], "once"
+            task = queue.get(conn, second)
+            assert task.cancel_requested
+            queue.finish(conn, second, task.lease_token, TaskState.CANCELED, service)
+            assert self.due(conn, at_once=1) == ["n3"]
+            # One that a person waits for goes on, and so does one that keeps nobody waiting.
+            third = compared(conn, "n3")
+            grow_old(conn)
+            assert ended(conn) == []
+            conn.execute(sa.update(tables.tasks).values(requested_by="reconciler"))
+            assert self.due(conn, at_once=9) == [] and ended(conn) == []
+            assert not queue.get(conn, third).cancel_requested
 
     def test_how_far_it_is_behind(self, sold: Site) -> None:
         with transaction(sold.engine) as conn:

@@ -134,14 +134,28 @@ def test_failures_of_the_tenants_own_doing_end_its_launches(sold: Site) -> None:
 
 def test_the_sites_limits_hold_where_a_project_has_none_of_its_own(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        quota.change_defaults(conn, {"machines": 0, "gpus": 9}, ADMIN)
+        none: dict[str, int | None] = dict.fromkeys(quota.SHIPPED)
+        quota.change_defaults(conn, {**none, "machines": 0, "gpus": 9}, ADMIN)
         assert refused(conn, sold).detail["limit"] == "machines"
         limit(conn, sold, gpus=0)
         assert refused(conn, sold).detail["limit"] == "gpus"
         limit(conn, sold, machines=1)
         sold.allocate(conn)
-        quota.change_defaults(conn, {}, ADMIN)
+        quota.change_defaults(conn, none, ADMIN)
         assert quota.limits(conn, projects.get(conn, sold.project)) == {"machines": 1}
+
+
+def test_the_shipped_limits_hold_until_they_are_taken_away_by_name(sold: Site) -> None:
+    """Else one who limits GPUs would lift the rate at which a member takes slots off sale."""
+    with transaction(sold.engine) as conn:
+        quota.change_defaults(conn, {"gpus": 9}, ADMIN)
+        assert quota.defaults(conn) == {**quota.SHIPPED, "gpus": 9}
+        quota.change_defaults(conn, {"launches_per_hour": None, "failures_per_hour": 5}, ADMIN)
+        assert quota.defaults(conn) == {"open_requests": 4, "failures_per_hour": 5}
+        quota.amend_defaults(conn, {"gpus": 8}, ADMIN)
+        assert quota.defaults(conn) == {"open_requests": 4, "failures_per_hour": 5, "gpus": 8}
+        quota.amend_defaults(conn, dict.fromkeys(quota.SHIPPED), ADMIN)
+        assert quota.defaults(conn) == {"gpus": 8}
 
 
 def test_a_project_without_limits_has_none_and_a_change_is_audited(sold: Site) -> None:

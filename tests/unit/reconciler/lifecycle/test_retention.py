@@ -121,7 +121,7 @@ def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings
     site.node()
     key = provisioned(site, settings)
     pass_time(site.engine, 2.5)
-    kinds = ("events", "answers", "progress", "telemetry", "reports", "tokens", "jobs")
+    kinds = ("events", "answers", "progress", "telemetry", "reports", "evidence", "tokens", "jobs")
     nothing = dict.fromkeys(kinds, 0)
     assert forget(site.engine, settings) == nothing
     assert tidy(site.engine, settings, NEVER) == []
@@ -254,6 +254,52 @@ def test_a_node_keeps_its_newest_reports_and_those_that_decide(
         assert reports.passed(conn, "n1", site.document(0)["identity"]["boot_id"])
         assert reports.latest_parity(conn, "n2") and reports.latest_discovery(conn, "n2")
         assert invariants.check(conn) == []
+
+
+def test_old_failures_keep_their_error_without_long_evidence(
+    site: Site, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile host fills each with 64 KiB."""
+    monkeypatch.setattr(retention, "REPORTS", 2)
+    monkeypatch.setattr(retention, "EVIDENCE_AT_ONCE", 2)
+    site.node()
+    long, short = {"left": "x" * 60_000}, {"left": "x"}
+
+    def fail(kind: TaskKind, state: TaskState, evidence: dict[str, str]) -> str:
+        error = {"code": "c", "expected": "e", "found": "f", "remedy": "r", "step": "s"}
+        with transaction(site.engine) as conn:
+            queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), site.act)
+            (task,) = leasing.lease(conn, "w", kinds=[kind])
+            error = {**error, "evidence": evidence}
+            queue.finish(conn, task.id, task.lease_token, state, site.act, error=error)
+            # The clock may give two of them the same time.
+            later = sa.update(tables.tasks).values(created_at=tables.tasks.c.created_at - 1)
+            conn.execute(later)
+        return str(task.id)
+
+    def kept() -> set[str]:
+        while forget(site.engine, settings)["evidence"]:
+            pass
+        with reading(site.engine) as conn:
+            every = {id: queue.get(conn, id).error for id in made}
+        parts = {"code": "c", "expected": "e", "found": "f", "remedy": "r", "step": "s"}
+        assert all(error.items() >= parts.items() for error in every.values())
+        return {id for id, error in every.items() if error["evidence"] in (long, short)}
+
+    failed, canceled = TaskState.FAILED, TaskState.CANCELED
+    drift, bind = TaskKind.SLICE_DRIFT_RECONCILE, TaskKind.NODE_BIND_TOPOLOGY
+    old = [fail(drift, failed, long), fail(drift, canceled, long), fail(bind, failed, long)]
+    rest = [fail(drift, TaskState.LOST, long), fail(drift, failed, short)]
+    rest += [fail(kind, failed, long) for kind in (drift, drift, bind, bind)]
+    made = [*old, *rest]
+    # A person may look for what has left the slot unclean.
+    block = sa.update(tables.slots).where(tables.slots.c.slot_index == 0)
+    with transaction(site.engine) as conn:
+        conn.execute(block.values(status="cleanup_blocked"))
+    assert kept() == {*rest, old[2]}
+    with transaction(site.engine) as conn:
+        conn.execute(block.values(status="disabled"))
+    assert kept() == {*rest}
 
 
 def ids(conn: sa.Connection, table: sa.Table) -> list[int]:

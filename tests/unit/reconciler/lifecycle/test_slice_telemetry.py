@@ -89,20 +89,22 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
 
 
 def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_either: Site) -> None:
-    gpu = {"index": 1, "power_w": 5.5}
-    guest = {"age_s": 3.0, "load_1": 0.5, "cuda": "ready", "gpus": [gpu], "invented": 1}
+    # A slice with one GPU: more of them, and the same twice, are no further series.
+    gpus = [{"index": index, "power_w": 5.5} for index in (0, 0, *range(1, 14))]
+    guest = {"age_s": 3.0, "load_1": 0.5, "cuda": "ready", "gpus": gpus, "invented": 1}
     with transaction(on_either.engine) as conn:
         mine = on_either.active(conn)
         host = {"sent_bytes": 7, "refused_packets": {"arp": 2, "invented": 1}}
         slice_telemetry.record(conn, "n1", snapshot(mine, guest, **host))
     text = metrics.exposition(on_either.engine).decode()
     labels = f'allocation="{mine}",project="p1",source='
-    rows = {line for line in text.splitlines() if line.startswith("gpuaas_slice_")}
-    assert rows == {
+    rows = [line for line in text.splitlines() if line.startswith("gpuaas_slice_")]
+    assert len(rows) == 4
+    assert {*rows} == {
         f'gpuaas_slice_sent_bytes{{{labels}"host"}} 7.0',
         f'gpuaas_slice_age_s{{{labels}"guest"}} 3.0',
         f'gpuaas_slice_load_1{{{labels}"guest"}} 0.5',
-        f'gpuaas_slice_gpu_power_w{{allocation="{mine}",gpu="1",project="p1",source="guest"}} 5.5',
+        f'gpuaas_slice_gpu_power_w{{allocation="{mine}",gpu="0",project="p1",source="guest"}} 5.5',
     }
     # The guard's counters go to the totals of the allocation.
     assert 'gpuaas_refused_packets{kind="arp"} 2.0' in text and "invented" not in text

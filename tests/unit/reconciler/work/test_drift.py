@@ -15,7 +15,7 @@ from reconciler.api import metrics
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import host
+from reconciler.lifecycle import drift, host
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskState
 from reconciler.records import leasing, nodes, queue, slots
@@ -63,6 +63,26 @@ def evidence(sold: Site, holdings: Holdings) -> dict[str, Any]:
 def result(holdings: dict[str, Any]) -> dict[str, Any]:
     head = {"schema": 1, "playbook": "reconcile_drift", "ok": True, "step": "", "error": {}}
     return head | {"evidence": holdings}
+
+
+def test_hosts_that_begin_to_hang_together_stop_no_others(
+    sold: Site, loop: Callable[..., list[Task]]
+) -> None:
+    for number in (2, 3):
+        sold.node(f"n{number}", (0,), number)
+    hanging = []
+    for _ in range(2):
+        hanging += [task.id for task in loop()]
+        with transaction(sold.engine) as conn:
+            leasing.lease(conn, "worker")
+            began = tables.tasks.c.started_at - drift.SLOW_S - 1
+            conn.execute(sa.update(tables.tasks).values(started_at=began))
+    assert loop() == [], "the third host has no place"
+    with transaction(sold.engine) as conn:
+        assert [queue.get(conn, id).cancel_requested for id in hanging] == [False, True]
+        (task,) = (queue.get(conn, id) for id in hanging[1:])
+        queue.finish(conn, task.id, task.lease_token, TaskState.CANCELED, ADMIN)
+    assert [task.node_id for task in loop()] == ["n3"]
 
 
 def test_the_leader_asks_and_the_records_learn(
