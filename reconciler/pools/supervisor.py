@@ -443,10 +443,11 @@ class Supervisor:
                 "memory: %.0f %% of this host, %.0f %% of a worker", share * 100, fullest * 100
             )
             self._due["warn"] = time.monotonic() + _WARN_S
-        ending = [pool for pool in recorded if pool.state == PoolState.STOPPING]
-        if any((pool.deadline_at or 0) > now for pool in ending):
+        ending = {pool.id: pool for pool in recorded if pool.state == PoolState.STOPPING}
+        if any((pool.deadline_at or 0) > now for pool in ending.values()):
             return  # Its memory comes free soon.
-        chosen = victim(loads, share)
+        # One that cannot end, because a driver holds its processes, must not keep the others.
+        chosen = victim([load for load in loads if load.pool_id not in ending], share)
         if chosen is None:
             return
         failure = {

@@ -427,6 +427,9 @@ def test_the_memory_of_the_host_warns_and_evicts(
     assert "Pool eviction" in caplog.text
     assert read(engine, large).failure["code"] == "memory_exceeded"
     assert states(91) == ["running", "stopping", "running"], "its memory comes free soon"
+    with transaction(engine) as conn:
+        conn.execute(sa.update(table).where(table.c.id == large.id).values(deadline_at=1.0))
+    assert states(91) == ["stopping", "stopping", "running"], "a driver may hold its processes"
 
 
 def test_a_late_process_finds_no_place(engine: sa.Engine) -> None:
