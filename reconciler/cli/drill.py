@@ -1,19 +1,23 @@
 """`gpuaas drill`: rehearsals of an operator's emergencies, each with a verdict and its evidence.
 
-They play on the running site. Jobs and workers are a drill's own, under a model name of its own.
+They play on the running site. Jobs and workers are a drill's own, of its project alone.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +27,9 @@ from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import JobStatus
 from reconciler.model.pools import APART, SERVING_POOLS, PoolState
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 app = typer.Typer(no_args_is_help=True, help="Rehearse emergencies of jobs and of the leader.")
 
@@ -43,8 +50,8 @@ Patience = Annotated[int, typer.Option(min=1, help="Seconds for running jobs to 
 
 
 class _Drill:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, project: str) -> None:
+        self.project = project
         self.model = f"drill-{secrets.token_hex(4)}"
         self.folder = Path()
         self.evidence: list[dict[str, Any]] = []
@@ -56,16 +63,53 @@ class _Drill:
         return bool(holds)
 
     @contextmanager
-    def worker(self, function: str, model: str = "") -> Iterator[Any]:
-        from reconciler.pools import drills
+    def worker(self, function: str, model: str = "") -> Iterator[subprocess.Popen[bytes]]:
+        """A worker of this machine that serves a function of `pools.drills` under a name, for jobs
+        of the drill's project alone. It may be killed.
 
-        with drills.worker(model or self.model, function, self.folder / "worker.log") as process:
-            yield process
+        A pool without a host gives it the project. Its record is deleted, or jobs for its model
+        would be admitted for days.
+        """
+        from reconciler.db import rows
+        from reconciler.db.engine import open_existing, retrying
+        from reconciler.pools import pools, workers
+        from reconciler.pools.processes import MARK
+        from reconciler.settings import Settings
+
+        model = model or self.model
+        wish = {
+            **{"name": f"{self.model}-{secrets.token_hex(2)}", "models": [model]},
+            **{"target": "remote", "project_id": self.project, "reason": "drill"},
+        }
+        pool_id = client().post("/pools", wish)["id"]
+        id = rows.new_id()
+        command = [sys.executable, "-m", "reconciler.cli.main", "jobs", "worker"]
+        command += ["--model", f"{model}=reconciler.pools.drills:{function}"]
+        try:
+            with (
+                open_existing(Settings()) as engine,
+                (self.folder / "worker.log").open("ab") as output,
+            ):
+
+                def add(conn: Connection) -> None:
+                    workers.add(conn, pools.get(conn, pool_id), id, host=socket.gethostname())
+
+                retrying(engine, add)
+                mark = {**os.environ, MARK: f"{self.model}/{id}"}
+                process = subprocess.Popen(command, env=mark, stdout=output, stderr=output)
+                try:
+                    yield process
+                finally:
+                    process.kill()
+                    process.wait()
+                    retrying(engine, partial(workers.forget, worker_id=id))
+        finally:
+            client().post(f"/pools/{pool_id}/stop", {"reason": "end of the drill"})
 
 
 @contextmanager
-def _drill(name: str) -> Iterator[_Drill]:
-    drill = _Drill(name)
+def _drill(name: str, project: str = "") -> Iterator[_Drill]:
+    drill = _Drill(project)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpuaas-drill-") as folder:
         drill.folder = Path(folder)
@@ -96,8 +140,8 @@ def drain(project: Project, patience: Patience = 300) -> None:
 
     Jobs of all projects are refused meanwhile. None is canceled: the site resumes in any case.
     """
-    with _drill("drain") as drill:
-        jobs = _Jobs(drill, project)
+    with _drill("drain", project) as drill:
+        jobs = _Jobs(drill)
         before = client().get(_MAINTENANCE)["mode"]
         if not drill.check("the site is in normal operation", before == "normal", before):
             return
@@ -142,8 +186,8 @@ def _drained(drill: _Drill, jobs: _Jobs, patience: int) -> None:
 @app.command()
 def reclaim(project: Project) -> None:
     """Kill a worker in the middle of a job: another worker does the job."""
-    with _drill("reclaim") as drill:
-        jobs = _Jobs(drill, project)
+    with _drill("reclaim", project) as drill:
+        jobs = _Jobs(drill)
         before = _metric("reclaimed_total")
         with drill.worker("wait") as process:
             jobs.submit([{"seconds": 2}])
@@ -192,11 +236,11 @@ def evict(project: Project, memory: Memory = 256) -> None:
     """Evict a pool that runs a job: its processes and leases are gone, other pools are not touched,
     and the job ends once, in another worker.
     """
-    with _drill("evict") as drill:
+    with _drill("evict", project) as drill:
         others = _serving()
         before = _metric("worker_pool_evictions_total")
-        jobs = _Jobs(drill, project, _MODEL)
-        with _pool(drill, project, memory) as (path, pids):
+        jobs = _Jobs(drill, _MODEL)
+        with _pool(drill, memory) as (path, pids):
             # Longer than the grace period, so that the pool's worker cannot end it.
             jobs.submit([{"seconds": 10}])
             jobs.reach(lambda states: states == ["running"], _START_S)
@@ -230,7 +274,7 @@ def oom(project: Project, memory: Memory = 256) -> None:
 
     Refused on machines where the service samples memory, because nothing but itself would count.
     """
-    with _drill("oom") as drill:
+    with _drill("oom", project) as drill:
         hosts = client().get("/pools/hosts")["hosts"]
         kinds = {host["id"]: host["isolation"] for host in hosts}
         kernel = [id for id, kind in kinds.items() if kind.startswith("cgroup")]
@@ -238,8 +282,8 @@ def oom(project: Project, memory: Memory = 256) -> None:
         evidence = ", ".join(named) or "no machine"
         if not drill.check("the kernel keeps the memory limits of a machine", kernel, evidence):
             return
-        jobs = _Jobs(drill, project, _MODEL)
-        with _pool(drill, project, memory, kernel[0]) as (path, pids):
+        jobs = _Jobs(drill, _MODEL)
+        with _pool(drill, memory, kernel[0]) as (path, pids):
             # Canceled before its attempts end, because a dead letter would be in the way of others.
             jobs.submit([{"seconds": 0, "mib": 2 * memory}], max_attempts=10)
             _until(_START_S, lambda: jobs.read()[0]["failure"])
@@ -257,8 +301,8 @@ def oom(project: Project, memory: Memory = 256) -> None:
             jobs.submit([{"seconds": 0}])
             jobs.reach(lambda states: states == ["canceled", "done"], _START_S)
             drill.check("it takes the next job", jobs.states()[-1] == "done", jobs.states())
-        jobs = _Jobs(drill, project, _MODEL)
-        with _pool(drill, project, memory, kernel[0], kill_on_oom=True) as (path, _):
+        jobs = _Jobs(drill, _MODEL)
+        with _pool(drill, memory, kernel[0], kill_on_oom=True) as (path, _):
             jobs.submit([{"seconds": 0, "mib": 2 * memory}], max_attempts=10)
             began = time.monotonic()
             _until(_POOL_S, lambda: client().get(path)["state"] == "evicted")
@@ -273,14 +317,14 @@ def oom(project: Project, memory: Memory = 256) -> None:
 
 @contextmanager
 def _pool(
-    drill: _Drill, project: str, memory: int, host: str = "", *, kill_on_oom: bool = False
+    drill: _Drill, memory: int, host: str = "", *, kill_on_oom: bool = False
 ) -> Iterator[tuple[str, list[int]]]:
     """A pool of the drill while it runs: its path and its processes. It ends by eviction."""
     wish = {
         # The pool before may not have ended yet.
         **{"name": f"{drill.model}-kill" if kill_on_oom else drill.model, "host": host},
         **{"models": [_MODEL], "memory_mib": memory, "kill_on_oom": kill_on_oom},
-        **{"project_id": project, "grace_s": 2, "reason": "drill"},
+        **{"project_id": drill.project, "grace_s": 2, "reason": "drill"},
     }
     path = f"/pools/{client().post('/pools', wish)['id']}"
     try:
@@ -327,8 +371,8 @@ def dlq(
 
     The project must have no other dead letters.
     """
-    with _drill("dlq") as drill:
-        jobs = _Jobs(drill, project)
+    with _drill("dlq", project) as drill:
+        jobs = _Jobs(drill)
         others = client().get(jobs.path, status="dead_letter", limit=1)["items"]
         if not drill.check(
             "the project has no dead letters", not others, f"{len(others)} at least"
@@ -363,8 +407,8 @@ def dlq(
 class _Jobs:
     """Jobs of a drill."""
 
-    def __init__(self, drill: _Drill, project: str, model: str = "") -> None:
-        self.path = f"/projects/{project}/jobs"
+    def __init__(self, drill: _Drill, model: str = "") -> None:
+        self.path = f"/projects/{drill.project}/jobs"
         self._model = model or drill.model
         self._drill = drill
         self._ids: list[str] = []

@@ -48,13 +48,14 @@ def list_pools(
     direct: Direct = False,
 ) -> None:
     """List pools, the largest first: memory of all their workers in use, and the limit of each."""
-    live = {} if every else {"live": True}
+    live = None if every else True
+    query = {"live": True} if live else {}
     if project:
-        own = client().items(f"/projects/{project}/pools", **live)
+        path = f"/projects/{project}/pools"
+        own = _list_of(project, live) if direct else client().items(path, **query)
         output.rows(own, *PROJECT_COLUMNS, "allocation_id")
         return
-    pools = _read() if direct else list(client().items("/pools", **live))
-    pools = [pool for pool in pools if every or pool["state"] in LIVE_POOLS]
+    pools = _list(live) if direct else list(client().items("/pools", **query))
     pools.sort(key=lambda pool: pool["memory_bytes"], reverse=True)
     output.rows(pools, *COLUMNS)
 
@@ -130,7 +131,7 @@ def start(
     pool = _start(body, reason) if direct else client().post("/pools", {**body, "reason": reason})
     while wait and pool["state"] in ("requested", "starting"):
         time.sleep(_LOOK_S)
-        pool = _read(pool["id"])[0] if direct else client().get(f"/pools/{pool['id']}")
+        pool = _read(pool["id"]) if direct else client().get(f"/pools/{pool['id']}")
     output.record(pool)
     if wait and pool["state"] != PoolState.RUNNING:
         raise typer.Exit(1)
@@ -223,11 +224,34 @@ def _followed(pools: list[dict[str, Any]], wait: bool) -> list[dict[str, Any]]:
     return pools
 
 
-def _read(id: str = "") -> list[dict[str, Any]]:
+def _read(id: str) -> dict[str, Any]:
     from reconciler.pools import pools
 
     with _database() as (_settings, engine):
-        return _answers(engine, lambda conn: [pools.get(conn, id)] if id else pools.every(conn))
+        return _answers(engine, lambda conn: [pools.get(conn, id)])[0]
+
+
+def _list(live: bool | None) -> list[dict[str, Any]]:
+    from reconciler.pools import pools
+
+    with _database() as (_settings, engine):
+        return _answers(engine, lambda conn: pools.every(conn, live=live))
+
+
+def _list_of(project: str, live: bool | None) -> list[dict[str, Any]]:
+    """Pools of a project, by its id or name."""
+    from reconciler.api.pools import ProjectPool
+    from reconciler.db import rows
+    from reconciler.db.engine import reading
+    from reconciler.db.schema import Project
+    from reconciler.pools import pools
+    from reconciler.records import projects
+
+    with _database() as (_settings, engine), reading(engine) as conn:
+        id = rows.get(conn, Project, projects.id_of(conn, project)).id
+        own = pools.every(conn, live=live, project_id=id)
+        answers = ProjectPool.of_pools(conn, own).values()
+        return [answer.model_dump(mode="json") for answer in answers]
 
 
 def _read_hosts() -> list[dict[str, Any]]:
@@ -272,8 +296,8 @@ def _act(reason: str) -> Act:
 
 def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> list[dict[str, Any]]:
     """Do the work on the database and wait for its end. Pools of this machine are ended by this
-    command itself if no service runs here; those of others by theirs. The end of pools whose
-    workers use the API is recorded here, once these hold no jobs.
+    command itself if no service runs here, and at their deadline in any case; those of others by
+    theirs. The end of pools whose workers use the API is recorded here, once these hold no jobs.
     """
     from reconciler.db.engine import reading, retrying
     from reconciler.db.schema import Pool
@@ -290,14 +314,18 @@ def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> lis
 
             return [rows.get(conn, Pool, id) for id in ids]
 
+        shown: set[tuple[str, str]] = set()
         while True:
             with supervisor.lock() as lock:
                 if lock is not None:
                     supervisor.tend()
+            _expire(engine, ids, act)
             with reading(engine) as conn:
                 left = [pool for pool in current(conn) if pool.state in LIVE_POOLS]
-            if not any(pool.host_id == supervisor.host_id for pool in left):
+            here = [pool for pool in left if pool.host_id == supervisor.host_id]
+            if not here:
                 break
+            _show_awaited(engine, here, shown)
             time.sleep(_LOOK_S)
         if any(pool.host_id in APART for pool in left):
             retrying(engine, remote.tend)
@@ -309,6 +337,30 @@ def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> lis
                 rest = f"{pool.state}: its workers may end their jobs; `evict` ends its token now"
             output.line(f"pool {pool.name} is {rest}")
         return _answers(engine, current)
+
+
+def _expire(engine: Engine, ids: list[str], act: Act) -> None:
+    """End pools that are past their deadline, as the leader does. None may live."""
+    from reconciler.db import journal
+    from reconciler.db.engine import reading, retrying
+    from reconciler.pools import pools
+
+    with reading(engine) as conn:
+        late = [item for item in journal.overdue(conn) if item.event and item.id in ids]
+    for item in late:
+        late_act = act.because(f"still {item.state} past its deadline")
+        retrying(engine, partial(pools.expire, overdue=item, act=late_act))
+
+
+def _show_awaited(engine: Engine, pools: list[Pool], shown: set[tuple[str, str]]) -> None:
+    """Say what pools of this machine wait for before they end, once in each state."""
+    new = [pool for pool in pools if (pool.id, pool.state) not in shown]
+    shown |= {(pool.id, pool.state) for pool in new}
+    for pool in _answers(engine, lambda _conn: new) if new else ():
+        rest = f"SIGKILL follows SIGTERM in {pool['grace_s']} s"
+        if pool["state"] == PoolState.DRAINING:
+            rest = f"until {pool['deadline_at']} at the latest; jobs that it runs: {pool['jobs']}"
+        output.line(f"pool {pool['name']} is {pool['state']}: {rest}")
 
 
 def _answers(engine: Engine, read: Callable[[Connection], list[Pool]]) -> list[dict[str, Any]]:

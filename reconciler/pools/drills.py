@@ -1,16 +1,13 @@
-"""Models of drills, and a worker of their own that a drill may kill.
+"""Models of drills.
 
-That worker serves all projects for as long as the drill lasts, without the memory limit of a pool.
+All but `take` run in workers without the memory limit of a pool.
 """
 
 from __future__ import annotations
 
 import mmap
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +37,3 @@ def fail(call: Mapping[str, Any]) -> dict[str, Any]:
     if cause.name == "broken" and cause.exists():
         raise RuntimeError("the drill's fault")
     return {}
-
-
-@contextmanager
-def worker(model: str, function: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker of this machine that serves one function of this module under a name."""
-    command = [sys.executable, "-m", "reconciler.cli.main", "jobs", "worker"]
-    command += ["--model", f"{model}={__name__}:{function}"]
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()

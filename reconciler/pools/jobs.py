@@ -17,7 +17,7 @@ from reconciler.lifecycle import quota
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.jobs import ENDED, OPEN, JobStatus
-from reconciler.model.pools import SERVING_POOLS
+from reconciler.model.pools import LIVE_POOLS, SERVING_POOLS
 from reconciler.model.storable import STORABLE, stored_size, unstorable
 from reconciler.pools import control, counts
 
@@ -360,15 +360,20 @@ def depth(conn: sa.Connection, project_id: str | None = None) -> Depth:
 
 def forget(conn: sa.Connection, *, age_s: float, limit: int) -> int:
     """Delete jobs that ended, and workers that were last seen, longer ago than age_s: at most limit
-    of each. Returns the larger number.
+    of each. Returns the larger number. Workers of a pool stay until they or their pool have ended,
+    because only they say which processes must be gone before it ends.
     """
     # As it was read: for the clock itself, PostgreSQL would read all jobs.
     old = clock.read(conn) - age_s
     ended = sa.select(jobs.c.id).where(_ENDED, jobs.c.updated_at < old)
     count = len(_delete(conn, ended.limit(limit)))
-    silent = sa.select(pool_workers.c.id).where(pool_workers.c.beat_at < old).limit(limit)
+    living = sa.select(pools.c.id).where(pools.c.state.in_(LIVE_POOLS))
+    silent = sa.select(pool_workers.c.id).where(
+        pool_workers.c.beat_at < old,
+        sa.or_(pool_workers.c.ended_at.is_not(None), pool_workers.c.pool_id.not_in(living)),
+    )
     # A worker that registers deletes some of these, too, in another order.
-    silent = silent.with_for_update(skip_locked=True)
+    silent = silent.limit(limit).with_for_update(skip_locked=True)
     gone = conn.execute(sa.delete(pool_workers).where(pool_workers.c.id.in_(silent)))
     return max(count, gone.rowcount)
 

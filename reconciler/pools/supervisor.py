@@ -153,6 +153,8 @@ class Supervisor:
         looks = recorded or self._is_due("report")
         seen = processes.scan(self.host_id) if looks else {}
         boot = lock.boot_id()
+        present = {row.id for _, living in recorded for row in living if row.boot_id == boot}
+        strays = self._end_strays(seen, present)
         loads: list[Load] = []
         sizes: dict[str, tuple[int, int]] = {}
         for pool, living in recorded:
@@ -160,15 +162,15 @@ class Supervisor:
                 continue
             self._moved = time.monotonic()
             tracked = [
-                _Worker(row, self._left(row, seen.pop(row.id, [])) if row.boot_id == boot else [])
+                _Worker(row, self._left(row.id, seen) if row.id in present else [])
                 for row in living
             ]
             try:
                 ended = [worker for worker in tracked if self._is_gone(worker)]
                 killed = True in [self._end(worker) for worker in ended]
-                present = [worker for worker in tracked if worker not in ended]
-                loads.append(self._measure(pool, present, sizes, killed=killed))
-                self._tend(pool, present)
+                rest = [worker for worker in tracked if worker not in ended]
+                loads.append(self._measure(pool, rest, sizes, killed=killed))
+                self._tend(pool, rest, strays=strays)
             except Problem as problem:  # Changed by another transaction.
                 log.info("pool %s moved on: %s", pool.name, problem.code)
             except Exception:
@@ -176,16 +178,18 @@ class Supervisor:
                 log.exception("pool %s is left as it is; tried again", pool.name)
         self._moved = time.monotonic()
         if self.only is None:
-            self._report(sizes, strays=self._end_strays(seen))
+            self._report(sizes, strays=strays)
             self._relieve([pool for pool, _ in recorded], loads, now)
 
-    def _tend(self, pool: Pool, living: list[_Worker]) -> None:
+    def _tend(self, pool: Pool, living: list[_Worker], *, strays: bool) -> None:
         if pool.state == PoolState.REQUESTED:
             self._move(pool, "begin")
         elif pool.state in SERVING_POOLS:
             self._serve(pool, living)
         elif not living:
-            self._conclude(pool)
+            # A process without a record may be of any pool.
+            if not strays:
+                self._conclude(pool)
         elif pool.state == PoolState.DRAINING:
             with reading(self.engine) as conn:
                 busy = workers.holding(conn, [worker.row.id for worker in living])
@@ -284,10 +288,10 @@ class Supervisor:
         self._children[id] = processes.start(self.settings, pool, row, words)
         log.info("pool %s: worker %s started", pool.name, id)
 
-    def _left(self, row: PoolWorker, seen: list[Process]) -> list[Process]:
+    def _left(self, worker_id: str, seen: dict[str, list[Process]]) -> list[Process]:
         """Processes of a worker: those with its mark, and those that had it."""
-        known = dict.fromkeys([*self._known.get(row.id, ()), *seen])
-        self._known[row.id] = left = [each for each in known if processes.is_left(each)]
+        known = dict.fromkeys([*self._known.get(worker_id, ()), *seen.get(worker_id, ())])
+        self._known[worker_id] = left = [each for each in known if processes.is_left(each)]
         return left
 
     def _is_gone(self, worker: _Worker) -> bool:
@@ -326,17 +330,21 @@ class Supervisor:
         log.info("worker %s has ended: %s", worker.row.id, ending)
         return killed
 
-    def _end_strays(self, seen: dict[str, list[Process]]) -> bool:
-        """Kill processes of workers that are recorded as ended, or not at all; whether there are
+    def _end_strays(self, seen: dict[str, list[Process]], present: set[str]) -> bool:
+        """Kill processes of workers that are recorded as ended, or not at all; whether there were
         any. Their pool may have been ended while this machine was cut off.
         """
-        for worker_id, left in seen.items():
+        strays = {id: self._left(id, seen) for id in {*seen, *self._known} - present}
+        for worker_id, left in strays.items():
+            if not left:
+                del self._known[worker_id]
+                continue
             log.warning("processes of worker %s, which has ended, are killed", worker_id)
             processes.send(left, signal.SIGKILL)
             if child := self._children.pop(worker_id, None):
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=1)
-        return bool(seen)
+        return any(strays.values())
 
     def _terminate(self, worker: _Worker) -> None:
         """Ask a worker once to end; it ends its child itself. A second signal could kill it."""
@@ -443,10 +451,11 @@ class Supervisor:
                 "memory: %.0f %% of this host, %.0f %% of a worker", share * 100, fullest * 100
             )
             self._due["warn"] = time.monotonic() + _WARN_S
-        ending = [pool for pool in recorded if pool.state == PoolState.STOPPING]
-        if any((pool.deadline_at or 0) > now for pool in ending):
+        ending = {pool.id: pool for pool in recorded if pool.state == PoolState.STOPPING}
+        if any((pool.deadline_at or 0) > now for pool in ending.values()):
             return  # Its memory comes free soon.
-        chosen = victim(loads, share)
+        # One that cannot end, because a driver holds its processes, must not keep the others.
+        chosen = victim([load for load in loads if load.pool_id not in ending], share)
         if chosen is None:
             return
         failure = {

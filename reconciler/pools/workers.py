@@ -143,6 +143,13 @@ def end(conn: sa.Connection, worker: PoolWorker, ending: str) -> None:
     conn.execute(lost.values(token="", lease_expires_at=clock.now() - 1))
 
 
+def forget(conn: sa.Connection, worker_id: str) -> None:
+    """Delete the record of a worker of which no process is left. Its models are not known any more
+    if no other worker serves them, or has lately.
+    """
+    conn.execute(sa.delete(pool_workers).where(pool_workers.c.id == worker_id))
+
+
 def recent_ends(conn: sa.Connection, pool: Pool) -> int:
     """Workers of a serving pool that have ended lately, all of them by themselves.
 

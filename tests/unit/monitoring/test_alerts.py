@@ -34,8 +34,19 @@ Samples = dict[str, str]
 CASES: dict[str, tuple[str, *tuple[Samples, ...]]] = {
     "JobsPending": (
         "6m",
-        {f"{ORCHESTRATOR}_pending_jobs": "111x6", f"{ORCHESTRATOR}_delayed_jobs": "10x6"},
-        {f"{ORCHESTRATOR}_pending_jobs": "111x3 110x3", f"{ORCHESTRATOR}_delayed_jobs": "10x6"},
+        *(
+            {
+                f"{ORCHESTRATOR}_pending_jobs": pending,
+                f"{ORCHESTRATOR}_delayed_jobs": "10x6",
+                f'{ORCHESTRATOR}_mode{{mode="normal"}}': normal,
+                f'{ORCHESTRATOR}_mode{{mode="drain"}}': drain,
+            }
+            for pending, normal, drain in (
+                ("111x6", "1x6", "0x6"),
+                ("111x3 110x3", "1x6", "0x6"),
+                ("111x6", "0x6", "1x6"),
+            )
+        ),
     ),
     "JobsWithoutWorker": (
         "11m",

@@ -21,7 +21,8 @@ from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.schema import PoolWorker
 from reconciler.db.schema import jobs as table
 from reconciler.model.errors import Problem
-from reconciler.pools import pools
+from reconciler.pools import jobs, pools
+from reconciler.records import projects
 from tests.unit.reconciler.service.service import Service, alive, serving, until
 
 pytestmark = pytest.mark.covers("ORCH-7")
@@ -219,8 +220,30 @@ def test_a_drill_that_fails_leaves_no_jobs(
     assert set(left) <= {"done", "canceled"}
 
 
-def test_dlq(gpuaas: Gpuaas) -> None:
+def test_dlq(gpuaas: Gpuaas, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of other projects can call no model of it, and after it nobody can."""
+    reach = drill._Jobs.reach
+    others: list[str] = []
+
+    def models(project: str) -> list[str]:
+        with reading(engine) as conn:
+            served = jobs.models(conn, projects.id_of(conn, project))
+        return [each.name for each in served if each.name.startswith("drill-")]
+
+    def look(*arguments: Any) -> None:
+        reach(*arguments)
+        assert len(models("drills")) == 1
+        others.extend(models("others"))
+
+    monkeypatch.setattr(drill._Jobs, "reach", look)
     document = gpuaas("drill", "dlq", "--project", "drills", "--count", "7")
     assert verdict(document) == "passed", document
     assert steps(document)["a bad sample keeps the others back"] == "sample_unfinished"
     assert steps(document)["all are done"] == str(["done"] * 7)
+    assert (others, models("drills")) == ([], [])
+
+    def living() -> list[str]:
+        with reading(engine) as conn:
+            return [pool.name for pool in pools.live(conn) if pool.name.startswith("drill-")]
+
+    until(lambda: not living())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import time
 from typing import Any
 
@@ -15,11 +17,13 @@ from reconciler.db.schema import Job, PoolWorker
 from reconciler.db.schema import pools as table
 from reconciler.pools import memory, processes, workers
 from reconciler.records import projects
+from reconciler.runs import lock
 from reconciler.runs.paths import runner_id
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_pools import HOST, with_host
 from tests.unit.reconciler.cli.conftest import Gpuaas
 from tests.unit.reconciler.conftest import ADMIN
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
 
@@ -87,13 +91,21 @@ def test_a_project_may_be_named(
         gpuaas.at(new)
     with transaction(new.engine) as conn:
         project = projects.create(conn, "research", ADMIN)
+    flags = ["--direct"] if direct else []
     words = ("start", "c", "--model", "m", "--target", "remote", "--project")
-    words += ("research", *(["--direct"] if direct else []))
-    assert run(gpuaas, *words)["project_id"] == project.id
-    if not direct:
-        (own,) = run(gpuaas, "list", "--project", project.id)
-        assert (own["name"], own["target"], own["workers"]) == ("c", "remote", 0)
-        assert run(gpuaas, "list", "--project", "demo") == []
+    assert run(gpuaas, *words, "research", *flags)["project_id"] == project.id
+    of_project = ("list", *flags, "--project")
+    (own,) = run(gpuaas, *of_project, project.id)
+    assert (own["name"], own["target"], own["workers"]) == ("c", "remote", 0)
+    assert run(gpuaas, *of_project, "demo") == []
+    run(gpuaas, *of_project, "none")
+    assert (gpuaas.status, "project_not_found" in gpuaas.err) == (1, True), gpuaas.err
+    if direct:
+        assert run(gpuaas, *of_project, "research") == [own]
+    with transaction(new.engine) as conn:
+        conn.execute(sa.update(table).values(state="stopped"))
+    assert run(gpuaas, *of_project, project.id) == []
+    assert len(run(gpuaas, *of_project, project.id, "--all")) == 1
 
 
 def test_without_a_service_it_works_on_the_database(
@@ -133,3 +145,46 @@ def test_without_a_service_it_works_on_the_database(
     assert run(gpuaas, "stop", "r", "--direct")["state"] == "draining"
     assert "its workers may end their jobs" in gpuaas.err
     assert run(gpuaas, "evict", "r", "--direct")["state"] == "evicted"
+
+
+def test_without_a_leader_a_drain_ends_at_its_deadline(
+    new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a worker that hangs with a job: nothing else has a look at the deadline."""
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(new.settings.state_dir))
+    monkeypatch.setenv("GPUAAS_DATABASE_URL", new.settings.database)
+    monkeypatch.setattr(memory, "gpus", list)
+    here = {**HOST, "id": runner_id(new.settings.state_dir)}
+    with transaction(new.engine) as conn:
+        workers.report(conn, here, {})
+    pool = run(gpuaas, "start", "a", "--model", "digits", "--grace", "1", "--direct")
+    looks, sleep = iter(range(300)), time.sleep
+
+    def look(seconds: float) -> None:
+        if next(looks) == 0:
+            with transaction(new.engine) as conn:
+                conn.execute(sa.update(table).values(deadline_at=1.0))
+        sleep(seconds)
+
+    mark = {processes.MARK: f"{here['id']}/w1"}
+    with subprocess.Popen(["sleep", "600"], env=mark) as process:
+        try:
+            (own,) = until(lambda: processes.scan(here["id"]).get("w1"))
+            process.send_signal(signal.SIGSTOP)
+            with transaction(new.engine) as conn:
+                conn.execute(sa.update(table).values(state="running"))
+                worker = {"id": "w1", "pool_id": pool["id"], "host": "control", "models": ["m"]}
+                worker |= {**vars(own), "boot_id": lock.boot_id()}
+                rows.add(conn, PoolWorker, worker)
+                held = {"model": "m", "input": {}, "status": "running", "worker": "w1"}
+                held |= {"project_id": "demo", "error": {}, "requested_by": "x", "token": "t"}
+                rows.add(conn, Job, {**held, "id": "j1", "lease_expires_at": 1e10})
+            monkeypatch.setattr(time, "sleep", look)
+            assert run(gpuaas, "stop", "a", "--direct")["state"] == "stopped"
+            assert process.wait() == -signal.SIGKILL
+        finally:
+            process.kill()
+    draining, stopping = gpuaas.err.splitlines()
+    assert draining.startswith("pool a is draining: until 20")
+    assert draining.endswith("jobs that it runs: 1")
+    assert stopping == "pool a is stopping: SIGKILL follows SIGTERM in 1 s"

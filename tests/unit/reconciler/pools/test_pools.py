@@ -314,6 +314,26 @@ def test_a_pool_keeps_few_of_its_ended_workers(engine: sa.Engine) -> None:
             jobs.enqueue(conn, "p2", [jobs.NewJob("theirs", {})], ADMIN)
 
 
+def test_retention_keeps_the_workers_of_living_pools(engine: sa.Engine) -> None:
+    """Their machine may be cut off for longer. Without its workers, a pool would end at once."""
+    host(engine)
+    pool, worker = begun(engine, start(engine))
+    gone, left = begun(engine, start(engine, "b"))
+
+    def forget() -> list[str]:
+        with transaction(engine) as conn:
+            conn.execute(sa.update(pool_workers).values(beat_at=1.0))
+            jobs.forget(conn, age_s=60, limit=10)
+            return list(conn.execute(sa.select(pool_workers.c.id)).scalars())
+
+    assert sorted(forget()) == [worker.id, left.id]
+    with transaction(engine) as conn:
+        workers.end(conn, worker, "exit status 0")
+        conn.execute(sa.update(table).where(table.c.id == gone.id).values(state="evicted"))
+    assert read(engine, pool).state == "running"
+    assert forget() == [], "a worker that has ended, and a pool"
+
+
 def test_a_repeated_claim_renews_no_job_that_has_had_its_time(engine: sa.Engine) -> None:
     queue = Queue(engine)
     pool = start(engine, target="remote", project_id="p1")
@@ -427,6 +447,9 @@ def test_the_memory_of_the_host_warns_and_evicts(
     assert "Pool eviction" in caplog.text
     assert read(engine, large).failure["code"] == "memory_exceeded"
     assert states(91) == ["running", "stopping", "running"], "its memory comes free soon"
+    with transaction(engine) as conn:
+        conn.execute(sa.update(table).where(table.c.id == large.id).values(deadline_at=1.0))
+    assert states(91) == ["stopping", "stopping", "running"], "a driver may hold its processes"
 
 
 def test_a_late_process_finds_no_place(engine: sa.Engine) -> None:

@@ -489,6 +489,20 @@ def test_a_process_without_a_record_is_killed(control: Control) -> None:
         other.kill()
 
 
+def test_a_pool_whose_workers_are_not_recorded_ends_after_them(control: Control) -> None:
+    """As after a restored backup: any of them may be this pool's."""
+    pool = control.running(devices=["GPU-0"])
+    (worker,) = control.workers(pool)
+    with transaction(control.engine) as conn:
+        pools.evict(conn, pool.id, ADMIN)
+        conn.execute(sa.delete(pool_workers))
+    control.supervisor.tend()
+    assert control.read(pool).state == "stopping", "its processes were there"
+    control.until(pool, "evicted")
+    assert control.left() == {}
+    memory.remove(worker.cgroup)
+
+
 def test_a_host_that_comes_back_kills_what_was_given_up(control: Control) -> None:
     """Before that, nobody gets its GPUs."""
     pool = control.running(devices=["GPU-0"])
