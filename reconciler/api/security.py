@@ -229,21 +229,22 @@ def _require_paid(wait_s: float, *, expected: str, found: str, remedy: str) -> N
 class Rates(Buckets):
     """Requests of each token, at PER_S of them a second; changes by each member, at ACTS_PER_S."""
 
-    def take(
-        self, token_id: str, holders: int = 1, per_s: float = PER_S, burst: int = BURST
-    ) -> None:
+    def take(self, token_id: str, holders: int = 1) -> None:
         """Count a request; Problem `rate_exceeded` for one too many, which is not counted.
 
-        holders: so many share the token. per_s, burst: of each, sustained and at once.
+        holders: so many share the token.
         """
-        per_s, burst = per_s * holders, burst * holders
+        self.take_at(token_id, PER_S * holders, BURST * holders)
+
+    def take_at(self, key: str, per_s: float, burst: int) -> None:
+        """As `take`, for requests at another rate, sustained and at once."""
         _require_paid(
-            self.wait_s(token_id, per_s, burst),
+            self.wait_s(key, per_s, burst),
             expected=f"at most {per_s:.0f} requests a second of a token",
             found=f"more, after {burst} at once",
             remedy="send fewer; a stream of events needs no repeated request",
         )
-        self.count(token_id, per_s)
+        self.count(key, per_s)
 
     def require_act(self, owner: str) -> None:
         """Problem `rate_exceeded` for a member who has changed too much."""

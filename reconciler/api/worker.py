@@ -112,9 +112,9 @@ class Credential:
 
     def act(self, work: Callable[..., T], **given: Any) -> T:
         """As `write`, for what a worker seldom does."""
-        key = f"acts of pool {self.pool.id}"
+        key, workers = f"acts of pool {self.pool.id}", self.pool.replicas
         rates = self.request.app.state.rates
-        rates.take(key, self.pool.replicas, _ACTS_PER_S, _ACTS_BURST)
+        rates.take_at(key, workers * _ACTS_PER_S, workers * _ACTS_BURST)
         return self.write(work, **given)
 
     def write(self, work: Callable[..., T], **given: Any) -> T:
