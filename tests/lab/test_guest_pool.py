@@ -56,15 +56,24 @@ def certificate(stage: Stage, tmp_path: Path) -> Iterator[Path]:
     file = "/usr/local/share/ca-certificates/lab-api.crt"
     script = f"cat > {file}; update-ca-certificates"
     stage.on_host("sh", "-c", f"'{script}'", stdin=certificate.read_text())
-    stage.use(network={**network, "allowed_networks": allowed})
+    _use_network(stage, {**network, "allowed_networks": allowed})
     try:
         _serve_at(stage, f"https://{gateway}:{port}")
         yield certificate
     finally:
-        stage.use(network=network)
+        _use_network(stage, network)
         _serve_at(stage, public)
         loop.call_soon_threadsafe(loop.stop)
     stage.on_host("sh", "-c", f"'rm {file}; update-ca-certificates --fresh'")
+
+
+def _use_network(stage: Stage, network: dict[str, Any]) -> None:
+    """Change the profile's network, and the settings of the host, as the bootstrap does."""
+    stage.use(network=network)
+    names = ("bridge", "address", "subnet", "tmfifo", "egress_probe")
+    wanted = {name: network[name] for name in (*names, "allowed_networks", "denied_networks")}
+    done = stage.module("ovs_nat", wanted)
+    assert not done["failed"], done
 
 
 def _serve_at(stage: Stage, url: str) -> None:

@@ -209,8 +209,14 @@ def rules(
                 f"ip,{to_guest},nw_src={gateway},nw_dst={guard.ip}",
                 f"ct(commit,zone={port}),output:{port}",
             ),
-            # Answers to connections through NAT; `_firewall` decides which may begin.
-            _flow(TO_GUEST, 80, f"ip,{to_guest},nw_dst={guard.ip}", f"output:{port}"),
+            # Answers to connections through NAT; `_firewall` decides which may begin. They are
+            # tracked, because a kernel calls TCP invalid that goes on without an answer.
+            _flow(
+                TO_GUEST,
+                80,
+                f"ip,{to_guest},nw_dst={guard.ip}",
+                f"ct(zone={port}),output:{port}",
+            ),
             *_of_ingress(guard, port, ingress, source, to_guest),
         ]
     )

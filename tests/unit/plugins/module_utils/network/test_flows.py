@@ -50,6 +50,19 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> FakeSwitch:
     return fake
 
 
+def test_the_kernel_sees_both_ways_of_a_guests_connections() -> None:
+    """The switch of the rig, in user space, also passes TCP of which it sees one way only."""
+    dhcp = "tp_src=67"
+    answers = [
+        flow
+        for flow in _flows.rules(GUARD, 5, ["10.0.2.15"])
+        if flow.table == _flows.TO_GUEST and not {"arp", dhcp} & flow.match
+    ]
+    assert {flow.priority for flow in answers} == {80, 90}
+    for flow in answers:
+        assert flow.actions.startswith("ct(") and "zone=5" in flow.actions, flow.text()
+
+
 def test_what_the_switch_prints_is_what_was_asked(switch: FakeSwitch) -> None:
     rules = _flows.rules(GUARD, 5, ["10.0.2.15"])
     _flows.install(GUARD, 5, ["10.0.2.15"])
