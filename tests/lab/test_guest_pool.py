@@ -6,13 +6,11 @@ service by https, through a proxy whose authority it trusts by its tenant's clou
 
 from __future__ import annotations
 
-import asyncio
 import json
-import ssl
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,12 +42,10 @@ def certificate(stage: Stage, tmp_path: Path) -> Iterator[Path]:
     assert stage.service is not None
     gateway = stage.host().gateway
     certificate, key = authority(tmp_path, "api", f"IP:{gateway}")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate, key)
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(_proxy(context, stage.service.port))
-    port = server.sockets[0].getsockname()[1]
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    words = [sys.executable, "-m", "tests.lab.tls_proxy", certificate, key, str(stage.service.port)]
+    proxy = subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert proxy.stdout is not None
+    port = int(proxy.stdout.readline())
     public, network = stage.service.environment["GPUAAS_PUBLIC_URL"], stage.profile()["network"]
     allowed = [*network["allowed_networks"], f"{gateway}/32"]
     # Its operator lets the host trust the authority, too; it loads images by the same links.
@@ -63,7 +59,8 @@ def certificate(stage: Stage, tmp_path: Path) -> Iterator[Path]:
     finally:
         _use_network(stage, network)
         _serve_at(stage, public)
-        loop.call_soon_threadsafe(loop.stop)
+        proxy.kill()
+        proxy.communicate()
     stage.on_host("sh", "-c", f"'rm {file}; update-ca-certificates --fresh'")
 
 
@@ -81,21 +78,6 @@ def _serve_at(stage: Stage, url: str) -> None:
     stage.service.stop()
     stage.service.environment["GPUAAS_PUBLIC_URL"] = url
     stage.service.start()
-
-
-async def _proxy(context: ssl.SSLContext, port: int) -> asyncio.Server:
-    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while piece := await source.read(1 << 16):
-                target.write(piece)
-                await target.drain()
-        target.close()
-
-    async def serve(near: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
-        far, request = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(copy(near, request), copy(far, answer))
-
-    return await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
 
 
 @pytest.fixture
