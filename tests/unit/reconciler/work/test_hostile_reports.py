@@ -336,22 +336,6 @@ def test_a_failure_leaves_no_megabytes_with_its_task(sold: Site, tmp_path: Path)
     assert len(json.dumps(kept)) < 1000
 
 
-def test_a_failed_release_leaves_no_megabytes_in_the_history(sold: Site, tmp_path: Path) -> None:
-    """Of the allocation and of each slot of it."""
-    with transaction(sold.engine) as conn:
-        nodes.change(conn, "n1", ADMIN, profile="lab")
-        launch.release(conn, sold.active(conn, 2), ADMIN)
-        (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.SLICE_VM_RELEASE])
-    error = {"code": "x", "expected": "x", "found": "the cause", "remedy": "x"}
-    ended = Outcome("failed", {"step": "s", "error": error, "evidence": {"x": "x" * 2_000_000}})
-    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, ended)
-    with reading(sold.engine) as conn:
-        assert sold.statuses(conn) == ["cleanup_blocked"] * 2
-        evidence = conn.execute(sa.select(tables.history.c.evidence)).scalars().all()
-    assert any("left_out" in part for part in evidence)
-    assert max(len(json.dumps(part)) for part in evidence) < 100_000
-
-
 def test_comparisons_leave_no_megabytes_for_ever(
     sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
