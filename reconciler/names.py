@@ -37,6 +37,12 @@ def look_up(host: str, port: int, timeout_s: float) -> Rows:
     return begin(host, port, kind=socket.SOCK_STREAM).result(max(timeout_s, 0.0))
 
 
+def addresses(host: str, timeout_s: float) -> list[str]:
+    """The IPv4 addresses of a host, sorted; OSError or ValueError for a name without any."""
+    rows = begin(host, None, socket.AF_INET, socket.SOCK_STREAM).result(timeout_s)
+    return sorted({str(address[0]) for *_, address in rows})
+
+
 class Loop(asyncio.SelectorEventLoop):
     """An event loop whose end does not wait for a lookup that hangs."""
 

@@ -7,13 +7,13 @@ them. The API and the gateway are left out, because guests and tenants use them.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from functools import cache
 from urllib.parse import urlsplit
 
 from sqlalchemy import Connection
 
+from reconciler import names
 from reconciler.doctor import Finding, ok, warn
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import Offer
@@ -25,6 +25,7 @@ from reconciler.settings import Settings
 _SERVICES = ("awx_url", "netbox_url", "maas_url", "ufm_url", "database_url", "redis_url")
 # Addresses that a finding names; the remedy is the same for all.
 _NAMED = 20
+_LOOKUP_S = 5.0
 
 
 def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
@@ -70,7 +71,6 @@ def _addresses(host: str) -> tuple[str, ...]:
     if not host:
         return ()
     try:
-        rows = socket.getaddrinfo(host.partition("/")[0], None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
+        return tuple(names.addresses(host.partition("/")[0], _LOOKUP_S))
+    except (OSError, ValueError):
         return ()
-    return tuple(sorted({str(row[4][0]) for row in rows}))

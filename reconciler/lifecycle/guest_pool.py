@@ -7,7 +7,6 @@ allocation. Processes in a guest are proven absent by the absence of its machine
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -74,11 +73,9 @@ def api_addresses(settings: Settings) -> list[str]:
             raise _unreachable(url)
         if settings.public_address:
             return [str(settings.public_address)]
-        question = names.begin(name, None, socket.AF_INET, socket.SOCK_STREAM)
-        known = question.result(_LOOKUP_S)
+        return names.addresses(name, _LOOKUP_S)
     except (OSError, ValueError) as error:
         raise _unreachable(f"{url}, a name without an IPv4 address") from error
-    return sorted({str(address[0]) for *_, address in known})
 
 
 def admit(conn: sa.Connection, key: str, project_id: str) -> Pool:

@@ -80,8 +80,7 @@ def record(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> int:
         guest = part.guest and part.guest.model_dump(mode="json", exclude_none=True)
         if guest:
             # Each is a series of the metrics.
-            named = {gpu["index"]: gpu for gpu in guest["gpus"]}
-            guest["gpus"] = [named[index] for index in sorted(named) if index < gpus]
+            guest["gpus"] = [gpu for gpu in guest["gpus"] if gpu["index"] < gpus]
         values = {"at": now, "host": host, "guest": guest}
         place = {"allocation_id": allocation_id, "minute": _place(now)}
         insert = rows.conflict_insert(conn.dialect.name, telemetry_samples)

@@ -242,7 +242,9 @@ class ApiQueue:
             # A proxy would read a token that travels without TLS.
             private = self._url.startswith("https:")
             client = httpx.Client(base_url=self._url, trust_env=private, headers=agent)
-            self._own.client = client, end_at(client)
+            deadline = Deadline(0.0)
+            end_at(client, deadline)
+            self._own.client = client, deadline
         mine: tuple[httpx.Client, Deadline] = self._own.client
         return mine
 

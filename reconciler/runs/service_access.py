@@ -107,13 +107,11 @@ class _Backend(httpcore.SyncBackend):
         raise lost
 
 
-def end_at(client: httpx.Client, deadline: Deadline | None = None) -> Deadline:
+def end_at(client: httpx.Client, deadline: Deadline) -> None:
     """Let all connections of a client end at a deadline, those by proxies included."""
-    deadline = deadline or Deadline(0.0)
     for transport in (client._transport, *client._mounts.values()):
         if isinstance(transport, httpx.HTTPTransport):
             transport._pool._network_backend = _Backend(deadline)
-    return deadline
 
 
 @dataclass(frozen=True)
