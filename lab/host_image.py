@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 
@@ -33,6 +34,8 @@ VIRTUALIZATION = [
     "genisoimage", "xorriso",
 ]  # fmt: skip
 FABRIC = ["rdma-core", "ibverbs-utils", "rdmacm-utils", "perftest"]
+# Further packages of the host, separated by spaces, for what a site may have on its machines.
+MORE_VARIABLE = "GPUAAS_LAB_PACKAGES"
 
 # The OS disk is NVMe, but a lab may fall back to virtio, so both disk drivers are needed.
 INITRAMFS = ["nvme", "virtio_pci", "virtio_blk", "virtio_net", "ext4", "vfat"]
@@ -77,4 +80,5 @@ def ensure(distro: Distro) -> Path:
 
 def _recipe(distro: Distro) -> rootfs.Recipe:
     packages = KERNEL[distro.id] + BASE + STORAGE + VIRTUALIZATION + FABRIC
+    packages += os.environ.get(MORE_VARIABLE, "").split()
     return rootfs.Recipe("host", packages, INITRAMFS)

@@ -21,6 +21,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
 
 from lab.demo import slice_steps
 from lab.demo.stage import Stage
+from tests.lab import networks
 from tests.unit.plugins.module_utils.network import frames, rig
 from tests.unit.plugins.module_utils.network.frames import Attack
 
@@ -30,31 +31,18 @@ PAUSE_S = 0.05
 # The first round is sent again and again; each other round is sent once, with tokens of its own.
 ROUNDS = 5
 # Interfaces of the host, and addresses, by the place that is behind them.
-OUTSIDE = {"world": "world0", "mgmt": "bmc0"}
+OUTSIDE = {"world": "world0", "mgmt": networks.MANAGEMENT}
 OUTSIDERS = {"world": "11.0.0.1", "mgmt": rig.BMC}
-OUTSIDE_MAC = "02:00:00:00:00:aa"
 _FOLDER, _GUEST_FOLDER = "/run/lab-attacks", "/var/lib/attack"
 _SEEN_LIMIT_S, _ORDER_LIMIT_S = 45, 180
 
-_NETWORKS = f"""ip netns delete lab-world 2> /dev/null || true
-ip netns delete lab-mgmt 2> /dev/null || true
-wire() {{
-  ip netns add "lab-$1"
-  ip link add "$2" address {OUTSIDE_MAC} type veth peer name eth0 netns "lab-$1"
-  ip address add "$3" dev "$2"
-  ip link set "$2" up
-  ip -n "lab-$1" link set lo up
-  ip -n "lab-$1" address add "$4" dev eth0
-  ip -n "lab-$1" link set eth0 up
-  ip -n "lab-$1" route add 10.100.0.0/24 via "${{3%/*}}"
-}}
+_NETWORKS = f"""{networks.WIRE}
 wire world {OUTSIDE["world"]} {rig.UPLINK}/24 {OUTSIDERS["world"]}/24
-wire mgmt {OUTSIDE["mgmt"]} {rig.MANAGEMENT}/24 {OUTSIDERS["mgmt"]}/24
 ip -n lab-world address add {rig.WORLD}/32 dev lo
 ip -n lab-world address add {rig.CLOSED}/32 dev lo
-ip -n lab-mgmt address add {rig.STORAGE}/32 dev lo
 ip route add 9.9.9.0/24 via {OUTSIDERS["world"]}
-ip route add 10.30.0.0/24 via {rig.BMC}
+{networks.WIRE_MANAGEMENT}ip -n lab-world route add 10.100.0.0/24 via {rig.UPLINK}
+ip -n lab-mgmt route add 10.100.0.0/24 via {rig.MANAGEMENT}
 """
 # A tenant who is root lets the attack start before the guest's own network. It waits for orders
 # until the guest's next boot.
@@ -148,7 +136,9 @@ class Attacks:
         """
         self._gateway = gateway = self._mac()
         for place, table in self._tables().items():
-            self._texts[place] = self._build(table, OUTSIDE_MAC if place in OUTSIDE else gateway)
+            self._texts[place] = self._build(
+                table, networks.OUTSIDE_MAC if place in OUTSIDE else gateway
+            )
         sender = base64.encodebytes((REMOTE / "sender.py").read_bytes()).decode()
 
         def run(each: Slice) -> list[str]:

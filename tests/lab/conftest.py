@@ -34,7 +34,7 @@ STORY = (
     "test_way_forth",
 )
 # Each has a host of its own, and is played before the story.
-ALONE = ("test_worked_slice", "test_several_gpus")
+ALONE = ("test_worked_slice", "test_several_gpus", "test_docker_and_ufw")
 
 # Tests of make test-long, which also plays the rest of the story. `make test` plays one short
 # scenario of test_roles.py, another on each day.

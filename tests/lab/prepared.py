@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
+from rich.console import Console
 
 from lab import cache, guest_image, host_image, saved
 from lab.command import LabError
@@ -58,6 +62,27 @@ def open_on(stage: Stage) -> Done:
         done = _prepare(stage)
         save(stage, done)
     return done
+
+
+@contextmanager
+def alone(name: str, environment: Mapping[str, str], **options: Any) -> Iterator[Stage]:
+    """A fresh host of its own, which is not enrolled yet. environment: variables of the lab."""
+    stage = Stage(
+        REPOSITORY / "build" / name,
+        console=Console(stderr=True),
+        settings={"GPUAAS_DRIFT_INTERVAL_S": "0"},
+        **options,
+    )
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUAAS_LAB_DIR", str(stage.folder / "lab"))
+        for variable, value in environment.items():
+            patch.setenv(variable, value)
+        try:
+            host_steps.host(stage)
+            yield stage
+        finally:
+            stage.close()
 
 
 def save(stage: Stage, done: Done) -> None:

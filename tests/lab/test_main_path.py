@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,54 +17,11 @@ from lab.command import LabError
 from lab.demo import host_steps, slice_steps
 from lab.demo.stage import NODE, Stage
 from reconciler.model.errors import Problem
-from tests.lab import byhand, captures, prepared, traces
+from tests.lab import byhand, captures, networks, prepared, traces
 from tests.lab.conftest import Chapter
-from tests.unit.plugins.module_utils.network import rig
 
 # Host key of a machine that does not exist.
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
-
-
-# A network behind the host with a service that guests may use, which is gone with its namespace.
-NETWORK = f"""set -e
-ip netns add lab-storage
-ip link add storage0 type veth peer name eth0 netns lab-storage
-ip address add {rig.MANAGEMENT}/24 dev storage0
-ip link set storage0 up
-ip -n lab-storage link set lo up
-ip -n lab-storage address add {rig.BMC}/24 dev eth0
-ip -n lab-storage link set eth0 up
-ip -n lab-storage address add {rig.STORAGE}/32 dev lo
-ip route add {rig.STORAGE}/32 via {rig.BMC}
-"""
-# Takes a text, sends it back, and prints its digest.
-SERVE = f"""exec ip netns exec lab-storage timeout 300 python3 - <<'DATA'
-import hashlib, socket
-server = socket.create_server(("{rig.STORAGE}", 2049))
-client, _ = server.accept()
-text = b"".join(iter(lambda: client.recv(1 << 16), b""))
-client.sendall(text)
-client.close()
-print(len(text), hashlib.sha256(text).hexdigest())
-DATA
-"""
-ASK = f"""
-import hashlib, os, socket, time
-end = time.monotonic() + 240
-while True:
-    try:
-        server = socket.create_connection(("{rig.STORAGE}", 2049), timeout=120)
-        break
-    except ConnectionError:
-        assert time.monotonic() < end
-        time.sleep(1)
-sent = os.urandom(1 << 20)
-server.sendall(sent)
-server.shutdown(socket.SHUT_WR)
-back = b"".join(iter(lambda: server.recv(1 << 16), b""))
-assert back == sent
-print(len(back), hashlib.sha256(back).hexdigest())
-"""
 
 
 def test_a_freshly_deployed_machine_boots(stage: Stage, story: Chapter) -> None:
@@ -476,14 +432,8 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
 def test_a_guest_speaks_tcp_to_an_allowed_network(stage: Stage, story: Chapter) -> None:
     """Through the guard and NAT, both ways, in a kernel's own tracking of connections."""
     story.needs("login")
-    try:
-        stage.on_host("sh", "-s", stdin=NETWORK)
-        with ThreadPoolExecutor() as pool:
-            served = pool.submit(stage.on_host, "sh", "-s", stdin=SERVE)
-            asked = slice_steps.in_guest(stage, "python3 -", ASK)
-            assert asked.strip() == served.result().strip() != ""
-    finally:
-        stage.on_host("ip", "netns", "delete", "lab-storage")
+    with networks.management(stage):
+        networks.assert_guest_uses_storage(stage)
 
 
 @pytest.mark.covers("HOST-12")

@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from lab import canary
-from lab.demo import host_steps, slice_steps
+from lab.demo import slice_steps
 from lab.demo.stage import Stage
-from lab.paths import REPOSITORY
 from tests.lab import prepared
 from tests.lab.proof import differences
 
@@ -27,29 +25,16 @@ PAGES = {0: 2, 1: 2}
 @pytest.fixture(scope="module")
 def large() -> Iterator[Stage]:
     """A host with four available slots, two on each NUMA node."""
-    stage = Stage(
-        REPOSITORY / "build" / "large",
-        console=Console(stderr=True),
-        slots=(0, 1, 2, 3),
-        settings={"GPUAAS_DRIFT_INTERVAL_S": "0"},
-    )
-    stage.folder.mkdir(parents=True, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPUAAS_LAB_DIR", str(stage.folder / "lab"))
-        patch.setenv("GPUAAS_LAB_CPUS_PER_NODE", "2")
-        patch.setenv("GPUAAS_LAB_MEMORY_MIB", "10240")
-        try:
-            host_steps.host(stage)
-            enrol, *rest = prepared.STEPS
-            enrol(stage)
-            stage.use_vm(hugepages=True, memory_mib_per_gpu=1024)
-            pages = {"pages": sum(PAGES.values()), "reserve_mib": 2048}
-            stage.use(tuning=["hugepages-1g"], hugepages_1g=pages)
-            for step in rest:
-                step(stage)
-            yield stage
-        finally:
-            stage.close()
+    size = {"GPUAAS_LAB_CPUS_PER_NODE": "2", "GPUAAS_LAB_MEMORY_MIB": "10240"}
+    with prepared.alone("large", size, slots=(0, 1, 2, 3)) as stage:
+        enrol, *rest = prepared.STEPS
+        enrol(stage)
+        stage.use_vm(hugepages=True, memory_mib_per_gpu=1024)
+        pages = {"pages": sum(PAGES.values()), "reserve_mib": 2048}
+        stage.use(tuning=["hugepages-1g"], hugepages_1g=pages)
+        for step in rest:
+            step(stage)
+        yield stage
 
 
 @pytest.mark.covers("SLICE-3", "SLICE-4", "SLICE-6", "P11")

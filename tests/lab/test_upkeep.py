@@ -22,7 +22,7 @@ from playwright.sync_api import Page, expect
 
 from lab.demo import pictures, slice_steps
 from lab.demo.stage import NODE, Stage
-from tests.lab import scenario
+from tests.lab import networks, scenario
 from tests.lab.byhand import KILL, hanging_guardian, parity, reboot, switch_down, token
 from tests.lab.conftest import Chapter
 from tests.lab.proof import differences, prove_again
@@ -83,13 +83,10 @@ def test_a_guest_reaches_neither_the_host_nor_private_space(stage: Stage, story:
     story.needs("slice")
     own = stage.on_host("ip", "-4", "-br", "address").split()
     host = next(word.partition("/")[0] for word in own if word.startswith("10.0.2."))
-    targets = [["10.100.0.1", 22], [host, 22], ["10.0.2.2", 22], ["169.254.169.254", 80]]
-    script = KNOCK.replace("TARGETS", repr(targets)).replace(
-        "BROADCASTS", repr(["10.0.2.255", host])
-    )
+    doors = [("10.100.0.1", 22), (host, 22), ("10.0.2.2", 22), ("169.254.169.254", 80)]
     with ThreadPoolExecutor() as pool:
         heard = pool.submit(stage.on_host, "python3", "-", stdin=LISTEN)
-        answers = json.loads(slice_steps.in_guest(stage, "sudo python3 -", script))
+        answers = networks.knock(stage, doors, ["10.0.2.255", host])
         assert set(answers.values()) == {"timeout"}, answers
         assert heard.result().strip() == "nothing"
 
@@ -397,30 +394,11 @@ def _functions(stage: Stage) -> dict[str, str]:
     }
 
 
-# Run in the guest as root. Prints "open", "refused" or "timeout" for each address and port.
-KNOCK = """
-import json, socket
-def knock(address, port):
-    with socket.socket() as handle:
-        handle.settimeout(4)
-        try:
-            handle.connect((address, port))
-            return "open"
-        except ConnectionRefusedError:
-            return "refused"
-        except OSError:
-            return "timeout"
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-    handle.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-    for address in BROADCASTS:
-        handle.sendto(b"from a guest", (address, 5999))
-print(json.dumps({f"{a}:{p}": knock(a, p) for a, p in TARGETS}))
-"""
-# Run on the host: everything that arrives at UDP port 5999 of any address within the time.
-LISTEN = """
+# Run on the host: everything that arrives at the port of any address within the time.
+LISTEN = f"""
 import socket
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-    handle.bind(("0.0.0.0", 5999))
+    handle.bind(("0.0.0.0", {networks.BROADCAST_PORT}))
     handle.settimeout(45)
     try:
         print(handle.recvfrom(100))

@@ -1,0 +1,113 @@
+"""Networks beside the lab host: network namespaces, which are gone after its next boot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from lab.demo import slice_steps
+from lab.demo.stage import Stage
+from tests.unit.plugins.module_utils.network import rig
+
+OUTSIDE_MAC = "02:00:00:00:00:aa"
+# wire NAME INTERFACE HOST_ADDRESS ADDRESS: connect the namespace lab-NAME to the host.
+WIRE = f"""set -e
+wire() {{
+  ip netns delete "lab-$1" 2> /dev/null || true
+  ip netns add "lab-$1"
+  ip link add "$2" address {OUTSIDE_MAC} type veth peer name eth0 netns "lab-$1"
+  ip address add "$3" dev "$2"
+  ip link set "$2" up
+  ip -n "lab-$1" link set lo up
+  ip -n "lab-$1" address add "$4" dev eth0
+  ip -n "lab-$1" link set eth0 up
+}}
+"""
+# A management network with a BMC, which guests must not reach, and a storage service.
+MANAGEMENT = "bmc0"
+WIRE_MANAGEMENT = f"""wire mgmt {MANAGEMENT} {rig.MANAGEMENT}/24 {rig.BMC}/24
+ip -n lab-mgmt address add {rig.STORAGE}/32 dev lo
+ip route add 10.30.0.0/24 via {rig.BMC}
+"""
+_PORT = 2049
+# Takes a text, sends it back, and prints its length and digest.
+_SERVE = f"""exec ip netns exec lab-mgmt timeout 300 python3 - <<'DATA'
+import hashlib, socket
+server = socket.create_server(("{rig.STORAGE}", {_PORT}))
+client, _ = server.accept()
+text = b"".join(iter(lambda: client.recv(1 << 16), b""))
+client.sendall(text)
+client.close()
+print(len(text), hashlib.sha256(text).hexdigest())
+DATA
+"""
+_ASK = f"""
+import hashlib, os, socket, time
+end = time.monotonic() + 240
+while True:
+    try:
+        server = socket.create_connection(("{rig.STORAGE}", {_PORT}), timeout=120)
+        break
+    except ConnectionError:
+        assert time.monotonic() < end
+        time.sleep(1)
+sent = os.urandom(1 << 20)
+server.sendall(sent)
+server.shutdown(socket.SHUT_WR)
+back = b"".join(iter(lambda: server.recv(1 << 16), b""))
+assert back == sent
+print(len(back), hashlib.sha256(back).hexdigest())
+"""
+# Run in a guest as root. Prints "open", "refused" or "timeout" for each address and port.
+_KNOCK = """
+import json, socket
+def knock(address, port):
+    with socket.socket() as handle:
+        handle.settimeout(4)
+        try:
+            handle.connect((address, port))
+            return "open"
+        except ConnectionRefusedError:
+            return "refused"
+        except OSError:
+            return "timeout"
+targets, broadcasts = TASK
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+    handle.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+    for address in broadcasts:
+        handle.sendto(b"from a guest", (address, PORT))
+print(json.dumps({f"{a}:{p}": knock(a, p) for a, p in targets}))
+"""
+BROADCAST_PORT = 5999
+
+
+@contextmanager
+def management(stage: Stage) -> Iterator[None]:
+    try:
+        stage.on_host("sh", "-s", stdin=WIRE + WIRE_MANAGEMENT)
+        yield
+    finally:
+        stage.on_host("ip", "netns", "delete", "lab-mgmt")
+
+
+def assert_guest_uses_storage(stage: Stage, allocation: dict[str, Any] | None = None) -> None:
+    """The guest sends 1 MiB to the storage service by TCP, and gets it back."""
+    with ThreadPoolExecutor() as pool:
+        served = pool.submit(stage.on_host, "sh", "-s", stdin=_SERVE)
+        asked = slice_steps.in_guest(stage, "python3 -", _ASK, allocation=allocation)
+        assert asked.strip() == served.result().strip() != ""
+
+
+def knock(
+    stage: Stage, doors: Sequence[tuple[str, int]], broadcasts: Sequence[str] = ()
+) -> dict[str, str]:
+    """Answers to the guest at addresses and TCP ports: "open", "refused" or "timeout".
+
+    The guest sends a datagram to the port BROADCAST_PORT of each address of `broadcasts` first.
+    """
+    script = _KNOCK.replace("TASK", repr((doors, broadcasts))).replace("PORT", str(BROADCAST_PORT))
+    answers: dict[str, str] = json.loads(slice_steps.in_guest(stage, "sudo python3 -", script))
+    return answers

@@ -1,0 +1,176 @@
+"""A slice on a host that has docker and ufw, and whose owner applies its networks anew.
+
+It plays on a lab host of its own, which uses both before it is enrolled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lab.demo import slice_steps
+from lab.demo.stage import Stage
+from tests.lab import networks, prepared
+from tests.lab.conftest import Chapter
+from tests.lab.proof import differences, prove_again
+from tests.unit.plugins.module_utils.network import rig
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    """A deployed machine whose container serves the network, and whose filter is closed."""
+    with prepared.alone("docker-and-ufw", {"GPUAAS_LAB_PACKAGES": "docker.io ufw"}) as stage:
+        stage.on_host("sh", "-s", stdin=SITE, limit_s=600)
+        yield stage
+
+
+@pytest.mark.covers("HOST-6")
+def test_the_machine_becomes_a_slice_host_and_the_sites_rules_stay(
+    stage: Stage, story: Chapter
+) -> None:
+    before = _site(stage)
+    for step in prepared.STEPS[1:]:
+        step(stage)
+    assert before <= _site(stage)
+    assert differences(stage) == set()
+    story.done["neighbours"] = True
+
+
+@pytest.mark.covers("HOST-6", "SLICE-9")
+def test_guest_and_container_pass_and_do_not_meet(stage: Stage, story: Chapter) -> None:
+    story.needs("neighbours")
+    slice_steps.provision(stage)
+    _all_pass(stage)
+    own = stage.on_host("ip", "-4", "-br", "address", "show", "dev", "mgmt0").split()[2]
+    container = stage.on_host("docker", "inspect", "-f", "{{.NetworkSettings.IPAddress}}", "web")
+    doors = [("172.17.0.1", 8080), (own.partition("/")[0], 8080), (container.strip(), 80)]
+    assert set(networks.knock(stage, doors).values()) == {"timeout"}
+    story.done["slice beside a container"] = True
+
+
+@pytest.mark.covers("HOST-6", "SLICE-8")
+@pytest.mark.parametrize(
+    "command",
+    ["systemctl restart docker.service", "ufw reload", "netplan apply"],
+    ids=["docker restarts", "ufw loads its rules", "netplan applies"],
+)
+def test_all_pass_after_the_owner_has_loaded_the_site_anew(
+    stage: Stage, story: Chapter, command: str
+) -> None:
+    story.needs("slice beside a container")
+    before = _site(stage)
+    stage.on_host(*command.split())
+    _all_pass(stage)
+    assert _site(stage) == before
+    assert differences(stage) == set()
+
+
+@pytest.mark.covers("HOST-6", "SLICE-8")
+def test_a_repair_leaves_docker_and_ufw_alone(stage: Stage, story: Chapter) -> None:
+    story.needs("slice beside a container")
+    before = _site(stage)
+    stage.on_host("sh", "-s", stdin=DAMAGE)
+    assert differences(stage) == set()
+    latest = stage.api().get(stage.path("/drift"))["task"]["result"]
+    mended = {row["step"].split()[0] for row in latest["repairs"]}
+    assert {"add_nat", "admit_guests", "start_service"} <= mended, latest
+    _all_pass(stage)
+    assert _site(stage) == before
+
+
+@pytest.mark.covers("HOST-5")
+def test_the_hosts_own_address_on_the_fabric_is_applied_and_taken_back(
+    stage: Stage, story: Chapter
+) -> None:
+    """By the real netplan and networkd. A dummy interface stands in for InfiniBand."""
+    story.needs("slice beside a container")
+    stage.on_host("ip", "link", "add", FABRIC["interface"], "type", "dummy")
+    try:
+        assert _address_on_fabric(stage, **FABRIC)["done"][-2:] == ["write_netplan", APPLY]
+        shown = stage.on_host("ip", "-br", "-4", "address", "show", "dev", FABRIC["interface"])
+        assert shown.split()[2:] == [FABRIC["address"]]
+        assert FABRIC["interface"] in stage.on_host("ip", "route", "show", FABRIC["route"])
+        assert not _address_on_fabric(stage, **FABRIC)["changed"]
+        gone = _address_on_fabric(stage, state="absent")
+        assert gone["done"][:2] == ["remove_netplan", APPLY]
+        shown = stage.on_host("ip", "-br", "-4", "address", "show", "dev", FABRIC["interface"])
+        assert shown.split()[2:] == []
+    finally:
+        stage.on_host("ip", "link", "delete", FABRIC["interface"])
+    _all_pass(stage)
+    assert differences(stage) == set()
+
+
+@pytest.mark.covers("HOST-6", "SLICE-7")
+def test_the_slice_leaves_and_the_site_is_as_before(stage: Stage, story: Chapter) -> None:
+    story.needs("slice beside a container")
+    before = _site(stage)
+    assert slice_steps.release(stage)["allocation"] == "released"
+    prove_again(stage)
+    assert _site(stage) == before
+    assert differences(stage) == set()
+
+
+FABRIC = {"interface": "ibp7s0", "address": "10.77.0.5/24", "route": "10.78.0.0/16"}
+APPLY = "apply_netplan"
+# A container of this host's own busybox, which serves it at port 8080 of all addresses.
+SITE = """set -e
+ufw allow 22/tcp
+ufw --force enable
+tar -ch /bin/busybox $(ldd /bin/busybox | awk '/\\//{print $(NF-1)}') | docker import - site
+docker run -d --restart always --name web -p 8080:80 site /bin/busybox httpd -f -p 80 -h /bin
+"""
+# The container is used by the network and uses it. A port that ufw has not opened stays closed.
+NEIGHBOURS = f"""set -e
+for place in "ip netns exec lab-mgmt busybox httpd -f -p {rig.STORAGE}:81 -h /bin" \\
+             "busybox httpd -f -p {rig.MANAGEMENT}:82 -h /bin"; do
+  systemd-run -q -p Restart=on-failure $place
+done
+same() {{ [ "$(sha256sum < /bin/busybox)" = "$("$@" | sha256sum)" ]; }}
+try() {{
+  for _ in $(seq 30); do
+    if same "$@"; then return; fi
+    sleep 1
+  done
+  echo "$*" >&2
+  exit 1
+}}
+outside() {{
+  ip netns exec lab-mgmt curl -sS --max-time "$1" "http://{rig.MANAGEMENT}:$2/busybox"
+}}
+try docker exec web /bin/busybox wget -q -T 60 -O - http://{rig.STORAGE}:81/busybox
+try outside 60 8080
+try curl -sS --max-time 60 http://{rig.MANAGEMENT}:82/busybox
+outside 5 82 > /dev/null && exit 1 || [ $? = 28 ]
+"""
+GONE = "systemctl stop 'run-*.service'"
+DAMAGE = """set -e
+systemctl stop gpuaas-slice-network-baseline.service
+iptables -t nat -D POSTROUTING -s 10.100.0.0/24 -j MASQUERADE
+iptables -S FORWARD | sed -n '/gpuaas-slice/s/^-A/iptables -D/p' | sh -e
+"""
+
+
+def _all_pass(stage: Stage) -> None:
+    with networks.management(stage):
+        networks.assert_guest_uses_storage(stage)
+        try:
+            stage.on_host("sh", "-s", stdin=NEIGHBOURS, limit_s=600)
+        finally:
+            stage.on_host("sh", "-c", f'"{GONE}"')
+
+
+def _site(stage: Stage) -> set[str]:
+    """Rules and policies of the host's filter that are not ours, without counters."""
+    rows = stage.on_host("iptables-save").splitlines()
+    rules = {re.sub(r" \[\d+:\d+\]", "", row) for row in rows if row[0] in ":-"}
+    return {rule for rule in rules if "gpuaas" not in rule and "10.100.0." not in rule}
+
+
+def _address_on_fabric(stage: Stage, **arguments: Any) -> dict[str, Any]:
+    done = stage.module("ipoib_address", arguments)
+    assert not done["failed"], done
+    return done
