@@ -65,12 +65,21 @@ def open_on(stage: Stage) -> Done:
 
 
 @contextmanager
-def alone(name: str, environment: Mapping[str, str], **options: Any) -> Iterator[Stage]:
-    """A fresh host of its own, which is not enrolled yet. environment: variables of the lab."""
+def alone(
+    name: str,
+    environment: Mapping[str, str],
+    *,
+    settings: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Iterator[Stage]:
+    """A fresh host of its own, which is not enrolled yet.
+
+    environment: variables of the lab. settings: variables of the service.
+    """
     stage = Stage(
         REPOSITORY / "build" / name,
         console=Console(stderr=True),
-        settings={"GPUAAS_DRIFT_INTERVAL_S": "0"},
+        settings={"GPUAAS_DRIFT_INTERVAL_S": "0", **(settings or {})},
         **options,
     )
     stage.folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from tests.unit.plugins.module_utils.network import rig
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
     """A deployed machine whose container serves the network, and whose filter is closed."""
-    with prepared.alone("docker-and-ufw", {"GPUAAS_LAB_PACKAGES": "docker.io ufw"}) as stage:
+    site = {"GPUAAS_INGRESS_ADDRESSES": PUBLIC}
+    packages = {"GPUAAS_LAB_PACKAGES": "docker.io ufw"}
+    with prepared.alone("docker-and-ufw", packages, settings=site) as stage:
         stage.on_host("sh", "-s", stdin=SITE, limit_s=600)
         yield stage
 
@@ -32,7 +35,7 @@ def test_the_machine_becomes_a_slice_host_and_the_sites_rules_stay(
     stage: Stage, story: Chapter
 ) -> None:
     before = _site(stage)
-    for step in prepared.STEPS[1:]:
+    for step in prepared.STEPS:
         step(stage)
     assert before <= _site(stage)
     assert differences(stage) == set()
@@ -49,6 +52,36 @@ def test_guest_and_container_pass_and_do_not_meet(stage: Stage, story: Chapter) 
     doors = [("172.17.0.1", 8080), (own.partition("/")[0], 8080), (container.strip(), 80)]
     assert set(networks.knock(stage, doors).values()) == {"timeout"}
     story.done["slice beside a container"] = True
+
+
+@pytest.mark.covers("HOST-6", "SLICE-9")
+def test_clients_reach_the_guest_by_managed_ingress_alone(stage: Stage, story: Chapter) -> None:
+    story.needs("slice beside a container")
+    assert stage.member is not None
+    project, allocation = stage.facts["project"], stage.facts["allocation"]["id"]
+    path = f"/projects/{project}/allocations/{allocation}/ingress"
+    stage.on_host("ip", "address", "add", f"{PUBLIC}/32", "dev", "mgmt0")
+    served = slice_steps.in_guest(stage, "sudo sh -s", SERVICE).strip()
+    with networks.management(stage):
+        assert _fetched(stage) == CURL_TIMED_OUT
+        rule = stage.member.post(
+            path,
+            {
+                "public_address": PUBLIC,
+                "public_port": 443,
+                "guest_port": 8443,
+                "sources": [f"{rig.BMC}/32"],
+                "expires_at": (datetime.now(UTC) + timedelta(days=1)).isoformat(),
+            },
+        )
+        stage.follow({"id": rule["task_id"]})
+        assert stage.member.get(f"{path}/{rule['id']}")["state"] == "applied"
+        assert _fetched(stage) == served
+        assert differences(stage) == set()
+        stage.follow({"id": stage.member.delete(f"{path}/{rule['id']}")["task_id"]})
+        assert _fetched(stage) == CURL_TIMED_OUT
+    assert stage.member.get(f"{path}/{rule['id']}")["state"] == "removed"
+    stage.on_host("ip", "address", "delete", f"{PUBLIC}/32", "dev", "mgmt0")
 
 
 @pytest.mark.covers("HOST-6", "SLICE-8")
@@ -114,6 +147,24 @@ def test_the_slice_leaves_and_the_site_is_as_before(stage: Stage, story: Chapter
     assert differences(stage) == set()
 
 
+PUBLIC = "203.0.113.10"
+# The guest serves 1 MiB at port 8443, and prints its digest.
+SERVICE = """set -e
+mkdir -p /srv/site
+head -c 1048576 /dev/urandom > /srv/site/data
+systemd-run -q --unit=site python3 -m http.server 8443 --directory /srv/site
+for _ in $(seq 60); do
+  if python3 -c 'import socket; socket.create_connection(("127.0.0.1", 8443))'; then break; fi
+  sleep 1
+done
+sha256sum < /srv/site/data
+"""
+# A client of the public address, which prints curl's status if it gets nothing.
+FETCH = f"""ip -n lab-mgmt route replace {PUBLIC}/32 via {rig.MANAGEMENT}
+ip netns exec lab-mgmt curl -sf --max-time 60 -o /run/fetched http://{PUBLIC}:443/data \\
+  && sha256sum < /run/fetched || echo $?
+"""
+CURL_TIMED_OUT = "28"
 FABRIC = {"interface": "ibp7s0", "address": "10.77.0.5/24", "route": "10.78.0.0/16"}
 APPLY = "apply_netplan"
 # A container of this host's own busybox, which serves it at port 8080 of all addresses.
@@ -161,6 +212,10 @@ def _all_pass(stage: Stage) -> None:
             stage.on_host("sh", "-s", stdin=NEIGHBOURS, limit_s=600)
         finally:
             stage.on_host("sh", "-c", f'"{GONE}"')
+
+
+def _fetched(stage: Stage) -> str:
+    return stage.on_host("sh", "-s", stdin=FETCH).strip()
 
 
 def _site(stage: Stage) -> set[str]:
