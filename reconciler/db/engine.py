@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import select
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import event, exc, pool
+from sqlalchemy import event, exc
 
 from reconciler.model.errors import Problem
 from reconciler.settings import Settings
@@ -27,41 +24,12 @@ _NAP_S = 0.0005
 _NORMAL = 1
 _READING = "gpuaas_reading"
 _GUARD = "gpuaas_guard"
-# A connection that was idle for longer is pinged before use, because the network may have dropped
-# it silently. A lower value would ping before every transaction.
-_REST_S = 10
-# Connections that stay open. With fewer, requests wait for each other; with more, the processes of
-# a site together exceed the server's limit.
-_CONNECTIONS = 15
-# Of them, so many may write. Writers may all wait for a lock, and readers must not wait for them.
-_WRITERS = 10
-_TURNS = "gpuaas_turns"
-_SINCE = "gpuaas_rests_since"
+TURNS = "gpuaas_turns"
 # idle_in_transaction_session_timeout: the server ended the session, because the process was paused.
-_PAUSED = "25P03"
+PAUSED = "25P03"
 # The transaction had no effect and may be repeated. The others are serialization_failure,
 # deadlock_detected and lock_not_available.
-_REPEATABLE = frozenset({"40001", "40P01", "55P03", _PAUSED})
-# Limits of a session of PostgreSQL. A process that is paused or cut off in the middle of a
-# transaction keeps its row locks until the server ends its session. The attempts of `retrying`
-# together outlast that.
-_LIMITS = {
-    "lock_timeout": "3s",
-    "idle_in_transaction_session_timeout": "10s",
-    "statement_timeout": "60s",
-    "tcp_keepalives_idle": "10",
-    "tcp_keepalives_interval": "5",
-    "tcp_keepalives_count": "3",
-    "tcp_user_timeout": "25s",
-}
-# The same of our side of the connection, for a server that does not answer.
-_LINK = {
-    "connect_timeout": 10,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 25_000,
-}
+_REPEATABLE = frozenset({"40001", "40P01", "55P03", PAUSED})
 
 
 def open_engine(url: str) -> sa.Engine:
@@ -71,16 +39,9 @@ def open_engine(url: str) -> sa.Engine:
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)
     else:
-        engine = sa.create_engine(
-            url,
-            pool_size=_CONNECTIONS,
-            max_overflow=0,
-            connect_args=_limits(sa.make_url(url)),
-            execution_options={_TURNS: threading.Semaphore(_WRITERS)},
-        )
-        event.listen(engine, "handle_error", _was_ended)
-        event.listen(engine, "checkout", partial(_still_there, engine.dialect))
-        event.listen(engine, "checkin", _rests)
+        from reconciler.db import postgresql  # noqa: PLC0415  # SQLite does not need its driver
+
+        engine = postgresql.open_engine(url)
     return engine
 
 
@@ -91,7 +52,7 @@ def transaction(engine: sa.Engine, *, durable: bool = True) -> Iterator[sa.Conne
     durable: no loss of power undoes it. Otherwise its commit does not wait for the disk, and may be
     undone together with all later ones that are not durable either.
     """
-    turn = engine.get_execution_options().get(_TURNS) or nullcontext()
+    turn = engine.get_execution_options().get(TURNS) or nullcontext()
     with turn, engine.connect() as conn, conn.begin() if durable else _unsynced(conn):
         guard = conn.get_execution_options().get(_GUARD)
         if guard is not None:
@@ -173,50 +134,14 @@ def without_limits(conn: sa.Connection) -> None:
     """
     if conn.dialect.name == "postgresql":
         conn.exec_driver_sql("SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0")
-
-
-def _limits(url: sa.URL) -> dict[str, Any]:
-    """Connection arguments with the limits of a session; those in the URL itself prevail."""
-    options = [f"-c {name}={value}" for name, value in _LIMITS.items()]
-    given = url.query.get("options", ())
-    options += [given] if isinstance(given, str) else given
-    link = {name: value for name, value in _LINK.items() if name not in url.query}
-    return {**link, "options": " ".join(options)}
-
-
-def _was_ended(context: sa.ExceptionContext) -> None:
-    """Mark a connection whose session the server has ended; the driver calls that internal."""
-    if getattr(context.original_exception, "sqlstate", None) == _PAUSED:
-        context.is_disconnect = True
+        connection: Any = conn.connection.driver_connection
+        connection.patience_s = None
 
 
 @contextmanager
 def _alone(engine: sa.Engine) -> Iterator[sa.Connection]:
     with engine.connect() as conn:
         yield conn.execution_options(isolation_level="AUTOCOMMIT")
-
-
-def _rests(_connection: object, record: pool.ConnectionPoolEntry) -> None:
-    record.info[_SINCE] = time.monotonic()
-
-
-def _still_there(
-    dialect: sa.Dialect, connection: Any, record: pool.ConnectionPoolEntry, _fairy: object
-) -> None:
-    """Make the pool open a new connection when the server of this connection has gone."""
-    since = record.info.get(_SINCE)
-    if since is None:
-        return
-    # On an idle connection, readable data means that the server ends it or has closed the socket.
-    socket = select.poll()
-    socket.register(connection.fileno(), select.POLLIN)
-    if time.monotonic() - since < _REST_S and not socket.poll(0):
-        return
-    try:
-        dialect.do_ping(connection)
-        connection.rollback()
-    except dialect.loaded_dbapi.Error as error:
-        raise exc.DisconnectionError("the server has gone") from error
 
 
 def _sqlite_connect(connection: Any, _record: object) -> None:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -20,10 +20,9 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import journal, leader
+from reconciler.db import journal, leader, postgresql
 from reconciler.db import schema as tables
 from reconciler.db.engine import (
-    _LIMITS,
     open_engine,
     reading,
     retrying,
@@ -40,6 +39,7 @@ from reconciler.trust.ca import open_trust
 from reconciler.work import loops as work_loops
 from reconciler.work.loops import Loop, Loops
 from tests.postgresql import Server
+from tests.silent_proxy import SilentProxy
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.service import Service, serving, until
 from tests.unit.reconciler.service.test_postgres import selling_site_at
@@ -302,7 +302,7 @@ def test_a_process_that_is_suspended_in_the_middle_of_a_transaction(
 def test_every_session_has_limits(selling_site: Site, postgres: Server) -> None:
     plain = open_engine(postgres.url)
     with reading(plain) as conn:
-        for name, value in _LIMITS.items():
+        for name, value in postgresql._LIMITS.items():
             shown = conn.exec_driver_sql(f"SHOW {name}").scalar_one()
             # On a socket of this machine there is no TCP.
             assert shown == ("0" if "tcp" in name else {"60s": "1min"}.get(value, value)), name
@@ -384,3 +384,39 @@ def _waiting(engine: sa.Engine) -> int:
     query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
     with engine.connect() as conn:
         return int(conn.execute(sa.text(f"{query} AND wait_event_type = 'Lock'")).scalar_one())
+
+
+def test_a_server_that_takes_all_and_never_answers_is_given_up(
+    postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a transaction, before one, and while a connection is made."""
+    monkeypatch.setattr(postgresql, "_GRACE_S", 1.0)
+    monkeypatch.setattr(postgresql, "_PING_S", 1.0)
+    limits = {"options": "-c statement_timeout=1s", "connect_timeout": "2"}
+    url = sa.make_url(postgres.url).update_query_dict(limits)
+    with closing(SilentProxy(url)) as proxy:
+        with transaction(proxy.engine) as conn, transaction(proxy.engine) as other:
+            assert conn.scalar(sa.text("SELECT 1")) == other.scalar(sa.text("SELECT 1")) == 1
+        with (
+            pytest.raises(sa.exc.OperationalError, match="not answered for 2 s") as lost,
+            transaction(proxy.engine) as conn,
+        ):
+            conn.scalar(sa.text("SELECT 1"))
+            proxy.fall_silent()
+            conn.scalar(sa.text("SELECT 1"))
+        assert lost.value.connection_invalidated
+        monkeypatch.setattr(postgresql, "_REST_S", 0)
+        with pytest.raises(sa.exc.OperationalError, match="timeout"), reading(proxy.engine):
+            pass
+
+
+def test_a_migration_waits_for_its_answers(postgres: Server) -> None:
+    engine = open_engine(postgres.url)
+    for _ in range(2):
+        with transaction(engine) as conn:
+            connection = conn.connection.driver_connection
+            assert isinstance(connection, postgresql.Connection)
+            assert connection.patience_s == 90
+            without_limits(conn)
+            assert connection.patience_s is None
+    engine.dispose()
