@@ -55,7 +55,7 @@ def ensure(distro: Distro) -> GuestImage:
                 raw,
                 layout,
                 rootfs=base,
-                overlay=FOLDER / "overlay",
+                overlays=[FOLDER / "overlay"],
                 finish=FOLDER / "finish.sh",
                 log=folder / "build.log",
             )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 from lab import cache, image, rootfs
+from lab.command import run
 from lab.distro import Distro
 from lab.progress import step
 
@@ -37,6 +39,11 @@ FABRIC = ["rdma-core", "ibverbs-utils", "rdmacm-utils", "perftest"]
 # Further packages of the host, separated by spaces, for what a site may have on its machines.
 MORE_VARIABLE = "GPUAAS_LAB_PACKAGES"
 
+# Guests' UEFI, for a host of Debian 12, from the next release. Debian 12's waits for a TPM that is
+# not there, by counting to 100,000 with four accesses to devices each: that takes three seconds on
+# hardware and minutes on an emulated host.
+UEFI_RELEASE = {"bookworm": "trixie"}
+
 # The OS disk is NVMe, but a lab may fall back to virtio, so both disk drivers are needed.
 INITRAMFS = ["nvme", "virtio_pci", "virtio_blk", "virtio_net", "ext4", "vfat"]
 
@@ -54,12 +61,14 @@ def name(distro: Distro) -> str:
 def _key(distro: Distro) -> str:
     base = rootfs.key(_recipe(distro), distro)
     sources = [FOLDER, Path(image.__file__), Path(__file__)]
-    return cache.content_key({"rootfs": base, "size": SIZE_MIB}, sources)
+    made = {"rootfs": base, "size": SIZE_MIB, "uefi": _uefi_distro(distro).sources}
+    return cache.content_key(made, sources)
 
 
 def ensure(distro: Distro) -> Path:
     """Return the cached image; build it if its packages, files or builder changed."""
     base = rootfs.ensure(_recipe(distro), distro)
+    overlays = [FOLDER / "overlay", *_uefi(distro)]
     key = _key(distro)
     layout = image.Layout(SIZE_MIB, str(uuid.uuid5(uuid.NAMESPACE_OID, key)), ESP_ID)
 
@@ -69,7 +78,7 @@ def ensure(distro: Distro) -> Path:
                 folder / "host.raw",
                 layout,
                 rootfs=base,
-                overlay=FOLDER / "overlay",
+                overlays=overlays,
                 finish=FOLDER / "finish.sh",
                 private=PRIVATE,
                 log=folder / "build.log",
@@ -82,3 +91,33 @@ def _recipe(distro: Distro) -> rootfs.Recipe:
     packages = KERNEL[distro.id] + BASE + STORAGE + VIRTUALIZATION + FABRIC
     packages += os.environ.get(MORE_VARIABLE, "").split()
     return rootfs.Recipe("host", packages, INITRAMFS)
+
+
+def _uefi_distro(distro: Distro) -> Distro:
+    return replace(distro, suite=UEFI_RELEASE.get(distro.suite, distro.suite))
+
+
+def _uefi(distro: Distro) -> list[Path]:
+    """Folder with the UEFI firmware of another release; none if the host has its own."""
+    other = _uefi_distro(distro)
+    if other == distro:
+        return []
+
+    def build(folder: Path) -> None:
+        with step("UEFI firmware of guests"):
+            tar = folder / "uefi.tar"
+            words: list[str | Path] = [
+                "mmdebstrap",
+                "--variant=extract",
+                "--include=ovmf",
+                other.suite,
+                tar,
+            ]
+            run([*words, *other.sources], log=folder / "mmdebstrap.log")
+            (folder / "overlay").mkdir()
+            files = [f"./usr/share/OVMF/OVMF_{part}_4M.fd" for part in ("CODE", "VARS")]
+            run(["tar", "-C", folder / "overlay", "-xf", tar, *files])
+            tar.unlink()
+
+    key = cache.content_key({"sources": other.sources})
+    return [cache.ensure("uefi", key, build) / "overlay"]

@@ -12,6 +12,7 @@ import shlex
 import struct
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,11 +70,13 @@ def _partition(start: int, size: int, kind: str) -> str:
     return f"start={start // SECTOR}, size={size // SECTOR}, type={kind}"
 
 
-def overlay_tar(overlay: Path, private: frozenset[str]) -> bytes:
-    """Pack `overlay` into a tar file owned by root; only root can read the `private` files."""
+def overlay_tar(overlays: Sequence[Path], private: frozenset[str]) -> bytes:
+    """Pack the folders into a tar file owned by root; only root can read the `private` files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for file in sorted(p for p in overlay.rglob("*") if p.is_symlink() or p.is_file()):
+        for overlay, file in ((each, f) for each in overlays for f in sorted(each.rglob("*"))):
+            if not (file.is_symlink() or file.is_file()):
+                continue
             name = file.relative_to(overlay).as_posix()
             entry = tarfile.TarInfo(f"./{name}")
             if file.is_symlink():
@@ -109,12 +112,12 @@ def write(
     layout: Layout,
     *,
     rootfs: Path,
-    overlay: Path,
+    overlays: Sequence[Path],
     finish: Path,
     private: frozenset[str] = frozenset(),
     log: Path,
 ) -> None:
-    """Unpack `rootfs`, add `overlay`, run `finish` inside, and write the result as a disk image.
+    """Unpack `rootfs`, add `overlays`, run `finish` inside, and write the result as a disk image.
 
     `finish` gets the root UUID and the ESP's id, and leaves the boot loaders in /.
     """
@@ -128,7 +131,7 @@ def write(
         run(["truncate", "-s", f"{layout.size_mib}M", disk])
         run(["sfdisk", "-q", disk], stdin=layout.table().encode())
         disk.chmod(0o666)
-        (stage / "overlay.tar").write_bytes(overlay_tar(overlay, private))
+        (stage / "overlay.tar").write_bytes(overlay_tar(overlays, private))
         run(_finish_command(stage, layout, rootfs, finish, exports), log=log)
         _write_esp(disk, stage / "esp.img", stage / "lab-boot.efi", layout.esp_id)
         if layout.bios:

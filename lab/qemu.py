@@ -32,16 +32,27 @@ TREE_PACKAGES = [
     "coreutils",
 ]
 
-# helper_vmrun of QEMU (target/i386/tcg/sysemu/svm_helper.c) notes the vector of an interrupt that
-# a hypervisor injects as a pending exception, delivers it, and leaves the note. If something makes
+# Instructions of Debian's 10.0.2, each with those that replace them.
+#
+# helper_vmrun (target/i386/tcg/sysemu/svm_helper.c) notes the vector of an interrupt that a
+# hypervisor injects as a pending exception, delivers it, and leaves the note. If something makes
 # the processor leave its loop before the guest's next exit, the vector is delivered once more,
 # whatever the guest's interrupt flag says: guests hang or restart, or their host panics. With one
-# thread for all processors each guest hangs at its start. These are the instructions of Debian's
-# 10.0.2, of which the second makes the note; the delivery does not read it.
-_VECTOR_TO_ENV = bytes.fromhex("4489abe0330000")
-_VECTOR_NOTED = bytes.fromhex("89b310d7ffff")
-_NEXT = bytes.fromhex("c783e43300000000000048c783e8330000ffffffff")
-_NOTHING = bytes.fromhex("660f1f440000")
+# thread for all processors each guest hangs at its start. The delivery does not read the note.
+#
+# helper_write_crN (misc_helper.c) raises an interrupt of a guest that writes CR8 without the lock
+# that tcg_handle_interrupt requires, and QEMU aborts. UEFI writes CR8. The processor's own thread
+# may do it.
+_MENDS = (
+    (
+        bytes.fromhex("4489abe033000089b310d7ffffc783e43300000000000048c783e8330000ffffffff"),
+        bytes.fromhex("4489abe0330000660f1f440000c783e43300000000000048c783e8330000ffffffff"),
+    ),
+    (
+        bytes.fromhex("84c075244c8d05dbcb4600488d0dbe564a00ba5f000000"),
+        bytes.fromhex("84c0eb244c8d05dbcb4600488d0dbe564a00ba5f000000"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Qemu:
     system: list[str]
     img: list[str]
     environment: dict[str, str] = field(default_factory=dict)
-    # Whether it delivers an interrupt that a hypervisor injects once only.
+    # Whether the faults of `_MENDS` are taken out of it.
     mended: bool = False
 
 
@@ -94,8 +105,8 @@ def _tree(distro: Distro, release: str) -> Path:
     """Unpack the packages of a release with its backports, or take them from the cache."""
     backports = f"{release}-backports"
     sources = [f"deb {distro.mirror} {suite} main" for suite in (release, backports)]
-    mend = _NOTHING.hex()
-    key = cache.content_key({"packages": TREE_PACKAGES, "sources": sources, "vmrun": mend})
+    mends = [mended.hex() for _wrong, mended in _MENDS]
+    key = cache.content_key({"packages": TREE_PACKAGES, "sources": sources, "mends": mends})
 
     def build(folder: Path) -> None:
         with step("private QEMU"):
@@ -118,21 +129,23 @@ def _tree(distro: Distro, release: str) -> Path:
             # subuids.
             run(["tar", "-C", folder / "tree", "--exclude=./dev/*", "--no-same-owner", "-xf", tar])
             tar.unlink()
-            _forget_injected(folder / "tree/usr/bin/qemu-system-x86_64")
+            _mend(folder / "tree/usr/bin/qemu-system-x86_64")
 
     return cache.ensure("qemu", key, build) / "tree"
 
 
-def _forget_injected(program: Path) -> None:
-    """Mend helper_vmrun in the unpacked program. Another build, without these bytes, stays."""
+def _mend(program: Path) -> None:
+    """Mend the unpacked program. Another build, without these instructions, stays."""
     code = program.read_bytes()
-    wrong = _VECTOR_TO_ENV + _VECTOR_NOTED + _NEXT
-    if code.count(wrong) == 1:
-        program.write_bytes(code.replace(wrong, _VECTOR_TO_ENV + _NOTHING + _NEXT))
+    if all(code.count(wrong) == 1 for wrong, _mended in _MENDS):
+        for wrong, mended in _MENDS:
+            code = code.replace(wrong, mended)
+        program.write_bytes(code)
 
 
 def _is_mended(program: Path) -> bool:
-    return _VECTOR_TO_ENV + _NOTHING + _NEXT in program.read_bytes()
+    code = program.read_bytes()
+    return all(mended in code for _wrong, mended in _MENDS)
 
 
 def _in_tree(tree: Path) -> Qemu:

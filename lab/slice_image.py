@@ -116,7 +116,7 @@ def build(
         root = str(uuid.uuid5(uuid.NAMESPACE_OID, key))
         layout = image.Layout(size_mib, root, guest_image.ESP_ID, bios=True)
         raw = folder / f"{name}-{distro.suite}-{key}.raw"
-        image.write(draft, layout, rootfs=base, overlay=overlay, finish=script, log=log)
+        image.write(draft, layout, rootfs=base, overlays=[overlay], finish=script, log=log)
         with draft.open("rb") as stream:
             digest = f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
         shutil.move(draft, raw)

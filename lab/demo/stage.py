@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from lab import machine, saved, state
+from lab import machine, qemu, saved, state
 from lab.command import LabError
 from lab.demo.service import Service
+from lab.distro import this_distro
 from lab.paths import REPOSITORY
 from lab.saved import Saved
 from lab.state import Lab
@@ -236,11 +237,15 @@ class Stage:
         return [run_bundle(slot, fence=False) for slot in slots]
 
     def _profiles(self) -> Path:
-        """Copy the shipped profiles; the lab's profile gets the requested firmware."""
+        """Copy the shipped profiles; the lab's profile gets the requested firmware, and no
+        arguments that the lab's QEMU does not need.
+        """
         folder = self.folder / "profiles"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(REPOSITORY / "profiles", folder)
         self.use_vm(firmware=self.firmware)
+        if qemu.ensure(this_distro()).mended:
+            self.use_vm(qemu_arguments={"bios": [], "uefi": []})
         return folder
 
     def use_vm(self, **changes: Any) -> None:

@@ -49,7 +49,7 @@ def test_the_overlay_belongs_to_root_and_keeps_secrets(tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o750)
-    content = image.overlay_tar(tmp_path, frozenset({"etc/secret"}))
+    content = image.overlay_tar([tmp_path], frozenset({"etc/secret"}))
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         modes = {entry.name: (entry.mode, entry.uid) for entry in tar}
     assert modes == {

@@ -28,26 +28,25 @@ def test_an_unknown_answer_is_quoted() -> None:
         qemu.parse_version("what?")
 
 
-def test_an_injected_interrupt_is_forgotten_after_its_delivery(tmp_path: Path) -> None:
+def test_the_faults_of_a_known_build_are_taken_out(tmp_path: Path) -> None:
     program = tmp_path / "qemu-system-x86_64"
-    wrong = qemu._VECTOR_TO_ENV + qemu._VECTOR_NOTED + qemu._NEXT
-    program.write_bytes(b"before" + wrong + b"after")
+    (first, first_mended), (second, second_mended) = qemu._MENDS
+    program.write_bytes(b"a" + first + b"b" + second + b"c")
     assert not qemu._is_mended(program)
-    qemu._forget_injected(program)
+    qemu._mend(program)
     assert qemu._is_mended(program)
     mended = program.read_bytes()
-    assert len(mended) == len(b"before" + wrong + b"after")
-    assert qemu._VECTOR_NOTED not in mended
-    assert mended.replace(qemu._NOTHING, qemu._VECTOR_NOTED) == b"before" + wrong + b"after"
+    assert mended == b"a" + first_mended + b"b" + second_mended + b"c"
+    assert len(first) == len(first_mended) and len(second) == len(second_mended)
 
 
-@pytest.mark.parametrize("times", [0, 2])
-def test_another_program_stays_as_it_is(tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize("code", [(), (0, 0, 1), (0,)], ids=["none", "one of them twice", "half"])
+def test_another_program_stays_as_it_is(tmp_path: Path, code: tuple[int, ...]) -> None:
     program = tmp_path / "qemu-system-x86_64"
-    code = b"code" + (qemu._VECTOR_TO_ENV + qemu._VECTOR_NOTED + qemu._NEXT) * times
-    program.write_bytes(code)
-    qemu._forget_injected(program)
-    assert program.read_bytes() == code
+    before = b"code" + b"".join(qemu._MENDS[number][0] for number in code)
+    program.write_bytes(before)
+    qemu._mend(program)
+    assert program.read_bytes() == before and not qemu._is_mended(program)
 
 
 # Stands for the dynamic loader: the program needs a library of each folder that packages use.

@@ -93,8 +93,8 @@ def test_the_program_of_workers_is_baked_in(
         (folder / "opt/gpuaas/bin/gpuaas").chmod(0o755)
         (folder / "opt/gpuaas/bin/python").symlink_to("/usr/bin/python3")
 
-    def write(draft: Path, _layout: Any, *, overlay: Path, **_more: Any) -> None:
-        with tarfile.open(fileobj=io.BytesIO(image.overlay_tar(overlay, frozenset()))) as tar:
+    def write(draft: Path, _layout: Any, *, overlays: list[Path], **_more: Any) -> None:
+        with tarfile.open(fileobj=io.BytesIO(image.overlay_tar(overlays, frozenset()))) as tar:
             entries = {entry.name: entry for entry in tar}
         assert entries[f".{guest_pool.PROGRAM}"].mode == 0o755
         python = entries["./opt/gpuaas/bin/python"]
