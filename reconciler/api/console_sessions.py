@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import Field
@@ -50,18 +52,12 @@ class Ended(Answer):
 @router.get("")
 def list_sessions(context: Admin, paging: Paging) -> PageOf[ConsoleSession]:
     """Open sessions, the newest first."""
-    page = paging.page(console_sessions.ORDER)
 
-    def read(conn: Connection) -> tuple[list[schema.ConsoleSession], dict[str, str]]:
-        sessions = console_sessions.every(conn, page)
-        return sessions, _actors(conn, context.settings, sessions)
+    def items(conn: Connection, sessions: Sequence[schema.ConsoleSession]) -> list[ConsoleSession]:
+        actors = _actors(conn, context.settings, sessions)
+        return [ConsoleSession.of(each, actor=actors[each.id]) for each in sessions]
 
-    sessions, actors = context.read(read)
-    return paging.answer(
-        console_sessions.ORDER,
-        sessions,
-        lambda session: ConsoleSession.of(session, actor=actors[session.id]),
-    )
+    return context.page_with(paging, console_sessions.ORDER, console_sessions.every, items)
 
 
 @router.post("/end", response_model=Ended)
@@ -84,7 +80,7 @@ def end_sessions(body: EndedPerson, context: Admin) -> JSONResponse:
 
 
 def _actors(
-    conn: Connection, settings: Settings, sessions: list[schema.ConsoleSession]
+    conn: Connection, settings: Settings, sessions: Sequence[schema.ConsoleSession]
 ) -> dict[str, str]:
     """Whom each session stands for."""
     holders = {token.id: token for token in tokens.every(conn)}

@@ -130,7 +130,7 @@ def show(
             ],
             # Each machine takes several queries, so pages share the answer until something changes.
             machines=cache.share(conn, ("fleet", *whole.items()), judge),
-            **dict(paging.answer(fleet.ORDER, rows, FleetNode.of)),
+            **dict(paging.answer(fleet.ORDER, rows, map(FleetNode.of, rows))),
         )
 
     return context.read(read)

@@ -6,8 +6,9 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends, Header, Query, Request
@@ -65,14 +66,11 @@ class PageRequest:
         """The page to read. It has an extra row, which shows whether another page follows."""
         return Page(self.limit + 1, _decode_cursor(self.cursor, order) if self.cursor else ())
 
-    def answer(self, order: Order, rows: Sequence[R], item: Callable[[R], T]) -> PageOf[T]:
-        """The answer for the rows of `page`."""
-        shown = rows[: self.limit]
+    def answer(self, order: Order, rows: Sequence[R], items: Iterable[T]) -> PageOf[T]:
+        """The answer for the rows of `page` and the items that were made of them."""
         more = len(rows) > self.limit
-        return PageOf[T](
-            items=[item(row) for row in shown],
-            next=_encode_cursor(order, shown[-1]) if more else None,
-        )
+        next = _encode_cursor(order, rows[self.limit - 1]) if more else None
+        return PageOf[T](items=list(islice(items, self.limit)), next=next)
 
 
 def _page_request(

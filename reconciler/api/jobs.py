@@ -186,13 +186,11 @@ class Job(JobSummary):
 @router.post("", status_code=201, response_model=JobSummary)
 def create(project_id: Id, body: NewJob, context: Member) -> JSONResponse:
     """Queue a call of a model. Its `result` can be read once the job is `done`."""
-    wish = _wish(0, body)
 
-    def work(conn: Connection, act: Act) -> JobSummary:
-        (id,) = jobs.enqueue(conn, project_id, [wish], act)
-        return JobSummary.of_job(jobs.get(conn, project_id, id), context)
+    def answer(conn: Connection, ids: list[str]) -> JobSummary:
+        return JobSummary.of_job(jobs.get(conn, project_id, ids[0]), context)
 
-    return _announced(context, project_id, [body.model], work, body)
+    return _queue(context, project_id, [body], body, answer)
 
 
 @own_router.post("", status_code=201, response_model=JobSummary)
@@ -204,12 +202,7 @@ def create_own(body: NewJob, context: Holder) -> JSONResponse:
 @router.post("/batch", status_code=201, response_model=JobIds)
 def create_together(project_id: Id, body: NewJobs, context: Member) -> JSONResponse:
     """Queue jobs together, all or none; their ids are in the order of the request."""
-    wishes = [_wish(number, job) for number, job in enumerate(body.jobs)]
-
-    def work(conn: Connection, act: Act) -> JobIds:
-        return JobIds(ids=jobs.enqueue(conn, project_id, wishes, act))
-
-    return _announced(context, project_id, [job.model for job in body.jobs], work, body)
+    return _queue(context, project_id, body.jobs, body, lambda _conn, ids: JobIds(ids=ids))
 
 
 @router.post("/dlq/reprocess", response_model=JobIds)
@@ -260,7 +253,7 @@ def depth(project_id: Id, context: Member) -> QueueDepth:
 def list_models(project_id: Id, context: Member) -> ServedModels:
     """Models that a worker serves for the project, or has lately (GPUAAS_KEEP_JOBS_DAYS)."""
     served = context.read(lambda conn: jobs.models(conn, project_id))
-    return ServedModels(models=[ServedModel.of(model._asdict()) for model in served])
+    return ServedModels(models=[ServedModel.of(model) for model in served])
 
 
 @admin_router.get("/queue")
@@ -373,24 +366,28 @@ def _own_project(context: Context) -> str:
     return projects[0]
 
 
-def _announced(
+def _queue(
     context: Context,
     project_id: str,
-    models: Sequence[str],
-    work: Callable[[Connection, Act], JobSummary | JobIds],
+    new: Sequence[NewJob],
     body: Body,
+    answer: Callable[[Connection, list[str]], Answer],
 ) -> JSONResponse:
-    """Queue jobs of these models, and wake workers once they are committed."""
+    """Queue jobs, and wake workers once they are committed."""
+    # Measured before anything is done with an input that may be of any size.
+    wishes = [
+        jobs.NewJob(**vars(job), size=jobs.input_size(number, job.input))
+        for number, job in enumerate(new)
+    ]
     ids: list[str] = []
 
-    def done(conn: Connection, act: Act) -> JobSummary | JobIds:
-        answer = work(conn, act)
-        ids[:] = answer.ids if isinstance(answer, JobIds) else [answer.id]
-        return answer
+    def work(conn: Connection, act: Act) -> Answer:
+        ids[:] = jobs.enqueue(conn, project_id, wishes, act)
+        return answer(conn, ids)
 
     # The limits of jobs bound what is left.
     response = context.write(
-        done,
+        work,
         body=body,
         reason="requested by its project",
         status=201,
@@ -398,13 +395,7 @@ def _announced(
         job_of=lambda: ids[-1],
     )
     if ids:
-        context.request.app.state.waits.wake(project_id, models)
-    streams = hints.of(context.settings.redis_url)
-    if streams is not None and ids:
-        streams.announce(ids)
+        context.request.app.state.waits.wake(project_id, [job.model for job in new])
+        if streams := hints.of(context.settings.redis_url):
+            streams.announce(ids)
     return response
-
-
-def _wish(number: int, body: NewJob) -> jobs.NewJob:
-    # Before anything is done with an input that may be of any size.
-    return jobs.NewJob(**vars(body), size=jobs.input_size(number, body.input))

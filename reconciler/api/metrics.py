@@ -334,7 +334,7 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
         "Used part of a GPU's memory, or without GPUs of the limit of a pool's largest worker.",
         labels=["pool", "gpu"],
     )
-    live = pools.live(conn)
+    live = pools.every(conn, live=True)
     for state in LIVE_POOLS:
         states.add_metric([state], sum(pool.state == state for pool in live))
     states.add_metric([PoolState.FAILED], pools.failed(conn, _FAILED_S))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
@@ -334,16 +336,13 @@ def list_nodes(
     context: Admin, paging: Paging, state: NodeState | None = None, mode: NodeMode | None = None
 ) -> PageOf[ListedNode]:
     """All nodes."""
-    page = paging.page(nodes.ORDER)
 
-    def read(conn: Connection) -> tuple[list[schema.Node], dict[str, float]]:
-        rows = nodes.every(conn, state=state, mode=mode, page=page)
-        return rows, certificates.ends(conn, [row.id for row in rows])
+    def items(conn: Connection, rows: Sequence[schema.Node]) -> list[ListedNode]:
+        ends = certificates.ends(conn, [row.id for row in rows])
+        return [ListedNode.of(row, certificate_valid_until=ends.get(row.id)) for row in rows]
 
-    rows, ends = context.read(read)
-    return paging.answer(
-        nodes.ORDER, rows, lambda row: ListedNode.of(row, certificate_valid_until=ends.get(row.id))
-    )
+    read = partial(nodes.every, state=state, mode=mode)
+    return context.page_with(paging, nodes.ORDER, read, items)
 
 
 @router.get("/nodes/{node_id}", response_model=NodeDetail)

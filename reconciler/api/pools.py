@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -185,7 +186,7 @@ class Pool(Answer):
         return cls.of_pools(conn, [pool])[0]
 
     @classmethod
-    def of_pools(cls, conn: Connection, rows: list[schema.Pool]) -> list[Self]:
+    def of_pools(cls, conn: Connection, rows: Sequence[schema.Pool]) -> list[Self]:
         living = workers.living(conn, [pool.id for pool in rows])
         held = workers.holding(conn, [each.id for pool in rows for each in living[pool.id]])
         placed = workers.placed(conn, [pool.allocation_id for pool in rows if pool.allocation_id])
@@ -222,11 +223,11 @@ class ProjectPool(Answer):
     ended_at: Moment | None
 
     @classmethod
-    def of_pools(cls, conn: Connection, rows: list[schema.Pool]) -> dict[str, Self]:
+    def of_pools(cls, conn: Connection, rows: Sequence[schema.Pool]) -> list[Self]:
         living = workers.living(conn, [pool.id for pool in rows])
         held = workers.holding(conn, [each.id for pool in rows for each in living[pool.id]])
-        return {
-            pool.id: cls.of(
+        return [
+            cls.of(
                 pool,
                 target=pool.host_id if pool.host_id in APART else "host",
                 failure_code=pool.failure.get("code", ""),
@@ -234,7 +235,7 @@ class ProjectPool(Answer):
                 jobs=sum(held.get(each.id, 0) for each in living[pool.id]),
             )
             for pool in rows
-        }
+        ]
 
 
 class Pools(Answer):
@@ -298,13 +299,8 @@ def list_pools(
     ] = None,
 ) -> PageOf[Pool]:
     """Pools, the newest first, ended ones included."""
-
-    def read(conn: Connection) -> tuple[list[schema.Pool], dict[str, Pool]]:
-        rows = pools.every(conn, state=state, live=live, page=paging.page(pools.ORDER))
-        return rows, {pool.id: pool for pool in Pool.of_pools(conn, rows)}
-
-    rows, answers = context.read(read)
-    return paging.answer(pools.ORDER, rows, lambda pool: answers[pool.id])
+    read = partial(pools.every, state=state, live=live)
+    return context.page_with(paging, pools.ORDER, read, Pool.of_pools)
 
 
 @project_router.get("")
@@ -320,14 +316,8 @@ def list_of_project(
     """Pools that run the jobs of this project alone, the newest first. A launch may name one with
     the target allocation.
     """
-
-    def read(conn: Connection) -> tuple[list[schema.Pool], dict[str, ProjectPool]]:
-        page = paging.page(pools.ORDER)
-        rows = pools.every(conn, live=live, project_id=project_id, page=page)
-        return rows, ProjectPool.of_pools(conn, rows)
-
-    rows, answers = context.read(read)
-    return paging.answer(pools.ORDER, rows, lambda pool: answers[pool.id])
+    read = partial(pools.every, live=live, project_id=project_id)
+    return context.page_with(paging, pools.ORDER, read, ProjectPool.of_pools)
 
 
 @router.get("/pools/hosts")

@@ -75,7 +75,7 @@ class Quota(Answer):
         project = projects.get(conn, project_id)
         return cls(
             project_id=project_id,
-            limits=quotas.limits(conn, project) | jobs.limits(conn, project),
+            limits=jobs.limits(conn, project),
             own=project.quota,
             used=quotas.used(conn, project_id) | jobs.used(conn, project),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
 
@@ -141,8 +141,25 @@ class Context:
         item: Callable[[R], T],
     ) -> PageOf[T]:
         """Read one page of a list. rows: gets the connection, and `page` by its name."""
+        return self.page_with(paging, order, rows, lambda _conn, read_rows: map(item, read_rows))
+
+    def page_with(
+        self,
+        paging: PageRequest,
+        order: Order,
+        rows: Callable[..., Sequence[R]],
+        items: Callable[[Connection, Sequence[R]], Iterable[T]],
+    ) -> PageOf[T]:
+        """As `page`, for items that show more than their row. items: makes them in their order,
+        in the same transaction.
+        """
         page = paging.page(order)
-        return paging.answer(order, self.read(lambda conn: rows(conn, page=page)), item)
+
+        def read(conn: Connection) -> PageOf[T]:
+            read_rows = rows(conn, page=page)
+            return paging.answer(order, read_rows, items(conn, read_rows))
+
+        return self.read(read)
 
     def write(
         self,

@@ -309,12 +309,12 @@ def _capacity_metadata(profile: Record, bundle: Bundle) -> Record:
 def _changes(conn: Connection, slot_id: str, paging: PageRequest) -> PageOf[Change]:
     page = paging.page(journal.HISTORY_ORDER)
     rows = journal.history_of(conn, "slot", slot_id, page)
-    return paging.answer(journal.HISTORY_ORDER, rows, Change.of)
+    return paging.answer(journal.HISTORY_ORDER, rows, map(Change.of, rows))
 
 
 def _proofs(conn: Connection, slot_id: str, paging: PageRequest) -> PageOf[Proof]:
     rows = proofs.of_slot(conn, slot_id, paging.page(proofs.ORDER))
-    return paging.answer(proofs.ORDER, rows, Proof.of)
+    return paging.answer(proofs.ORDER, rows, map(Proof.of, rows))
 
 
 def _slot_of(conn: Connection, node_id: str, slot_id: str) -> schema.Slot:

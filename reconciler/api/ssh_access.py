@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Annotated, Literal, Self
 
@@ -69,14 +69,13 @@ class SshSession(Answer):
 @router.get("/ssh-keys")
 def list_keys(project_id: Id, context: Member, paging: Paging) -> PageOf[SshKey]:
     """The keys that members have registered or revoked, the newest first."""
-    page = paging.page(ssh_keys.ORDER)
 
-    def read(conn: Connection) -> PageOf[SshKey]:
-        keys = ssh_keys.every(conn, project_id, page)
+    def items(conn: Connection, keys: Sequence[schema.SshKey]) -> list[SshKey]:
         valid = in_force(conn, keys)
-        return paging.answer(ssh_keys.ORDER, keys, lambda key: SshKey.of_key(key, valid))
+        return [SshKey.of_key(key, valid) for key in keys]
 
-    return context.read(read)
+    read = partial(ssh_keys.every, project_id=project_id)
+    return context.page_with(paging, ssh_keys.ORDER, read, items)
 
 
 @router.post("/ssh-keys", status_code=201, response_model=SshKey)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -202,18 +203,15 @@ def list_tasks(
     state: TaskState | None = None,
 ) -> PageOf[ListedTask]:
     """Tasks, the newest first."""
-    page = paging.page(queue.ORDER)
 
-    def read(conn: Connection) -> tuple[list[schema.Task], dict[str, Record]]:
-        rows = queue.every(
-            conn, node_id=node_id, allocation_id=allocation_id, kind=kind, state=state, page=page
-        )
-        return rows, leasing.wait_reasons(conn, rows)
+    def items(conn: Connection, rows: Sequence[schema.Task]) -> list[ListedTask]:
+        reasons = leasing.wait_reasons(conn, rows)
+        return [ListedTask.of(row, waits_for=reasons.get(row.id)) for row in rows]
 
-    rows, reasons = context.read(read)
-    return paging.answer(
-        queue.ORDER, rows, lambda row: ListedTask.of(row, waits_for=reasons.get(row.id))
+    read = partial(
+        queue.every, node_id=node_id, allocation_id=allocation_id, kind=kind, state=state
     )
+    return context.page_with(paging, queue.ORDER, read, items)
 
 
 @router.get("/{task_id}", response_model=TaskDetail)

@@ -204,13 +204,8 @@ def _page(
     read: Callable[..., Sequence[schema.ApiToken]],
     kind: type[T],
 ) -> PageOf[T]:
-    page = paging.page(tokens.ORDER)
-
-    def work(conn: Connection) -> PageOf[T]:
-        listed = read(conn, page=page)
+    def items(conn: Connection, listed: Sequence[schema.ApiToken]) -> list[T]:
         valid = {token.id for token in tokens.valid(conn, ids=[token.id for token in listed])}
-        return paging.answer(
-            tokens.ORDER, listed, lambda token: kind.of(token, valid=token.id in valid)
-        )
+        return [kind.of(token, valid=token.id in valid) for token in listed]
 
-    return context.read(work)
+    return context.page_with(paging, tokens.ORDER, read, items)

@@ -231,7 +231,7 @@ def _page(
             "start": period.start,
             "end": period.end,
             "totals": [UsageTotal.of_sum(prices, row) for row in sums],
-            **dict(paging.answer(usage.ORDER, rows, partial(item, prices))),
+            **dict(paging.answer(usage.ORDER, rows, map(partial(item, prices), rows))),
         }
 
     return context.read(read)

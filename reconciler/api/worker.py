@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -83,12 +83,10 @@ class Waits:
         wait = WaitingRequest(pool)
         self._waits[wait] = None
         try:
-            yield wait if self._number(pool) <= pool.replicas else None
+            of_pool = sum(each.pool.id == pool.id for each in self._waits)
+            yield wait if of_pool <= pool.replicas else None
         finally:
             del self._waits[wait]
-
-    def _number(self, pool: Pool) -> int:
-        return sum(wait.pool.id == pool.id for wait in self._waits)
 
     def wake(self, project_id: str, models: Iterable[str]) -> None:
         """Let a request look at once for each of a project's new jobs, by their models.
@@ -124,10 +122,6 @@ class Credential:
             return work(conn, _authenticate(conn, self.request), **given)
 
         return retrying(self.request.app.state.engine, done)
-
-    def bury(self, codes: Mapping[str, str]) -> None:
-        """Tell watchers of dead letters, once they are committed: error codes by id."""
-        hints.bury(self.request.app.state.settings.redis_url, codes)
 
     def read(self, work: Callable[[Connection, Pool], T]) -> T:
         with reading(self.request.app.state.engine) as conn:
@@ -179,6 +173,9 @@ class Held(Body):
     id: Key
     token: Key
 
+    def call(self) -> Call:
+        return Call(self.id, self.token, "", {}, 0)
+
 
 class Failure(Body):
     """Why a call failed. detail: for operators."""
@@ -199,13 +196,12 @@ class Ended(Held):
 
     def end(self) -> tuple[Call, Outcome]:
         """As the records get it. Without an error and a result that can be kept, it is an error."""
-        call = Call(self.id, self.token, "", {}, 0)
         if self.error is None:
             answer = checked(self.result)
         else:
             texts = {name: storable_text(text) for name, text in self.error.model_dump().items()}
             answer = {"error": texts, "permanent": self.permanent}
-        return call, Outcome(**answer)
+        return self.call(), Outcome(**answer)
 
 
 class Claim(Body):
@@ -300,13 +296,11 @@ def turn(body: Turn, worker: Worker) -> Turned:
         remote.turn,
         worker_id=body.worker_id,
         ended=[each.end() for each in body.ended],
-        returned=[Call(each.id, each.token, "", {}, 0) for each in body.returned],
+        returned=[each.call() for each in body.returned],
         claim=claim,
     )
-    worker.bury(done.dead)
-    return Turned(
-        counted=done.counted, jobs=[ClaimedJob.of(call) for call in done.jobs], serving=done.serving
-    )
+    hints.bury(worker.request.app.state.settings.redis_url, done.dead)
+    return Turned.of(done)
 
 
 @router.post("/renew")

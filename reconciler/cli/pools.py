@@ -250,8 +250,7 @@ def _list_of(project: str, live: bool | None) -> list[dict[str, Any]]:
     with _database() as (_settings, engine), reading(engine) as conn:
         id = rows.get(conn, Project, projects.id_of(conn, project)).id
         own = pools.every(conn, live=live, project_id=id)
-        answers = ProjectPool.of_pools(conn, own).values()
-        return [answer.model_dump(mode="json") for answer in answers]
+        return [pool.model_dump(mode="json") for pool in ProjectPool.of_pools(conn, own)]
 
 
 def _read_hosts() -> list[dict[str, Any]]:

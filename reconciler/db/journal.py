@@ -364,8 +364,8 @@ def audit(
 def audit_of(
     conn: sa.Connection, act: Act, action: str, record: Row, detail: Mapping[str, Any] | None = None
 ) -> None:
-    """Write an audit row about a record that belongs to a project."""
-    project_id = getattr(record, "project_id", "")
+    """Write an audit row about a record that belongs to a project, or may."""
+    project_id = getattr(record, "project_id", None) or ""
     audit(conn, act, action, record.ENTITY, record.id, detail=detail, project_id=project_id)
 
 

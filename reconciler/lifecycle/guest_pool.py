@@ -144,7 +144,7 @@ def attach(
     update = sa.update(table).where(table.c.id == pool.id)
     conn.execute(update.values(allocation_id=allocation.id))
     detail = {"name": pool.name, "allocation_id": allocation.id, "image_digest": image_digest}
-    _audit(conn, act, "attached", pool, detail)
+    journal.audit_of(conn, act, "pool.attached", pool, detail)
 
 
 def mint(conn: sa.Connection, allocation_id: str, secret: str, act: Act) -> Pool | None:
@@ -162,7 +162,7 @@ def mint(conn: sa.Connection, allocation_id: str, secret: str, act: Act) -> Pool
         update = sa.update(table).where(table.c.id == pool.id)
         conn.execute(update.values(token_hash=digest(secret), token_expires_at=None))
         detail = {"name": pool.name, "allocation_id": allocation_id}
-        _audit(conn, act, "token.issued", pool, detail)
+        journal.audit_of(conn, act, "pool.token.issued", pool, detail)
     return pool
 
 
@@ -175,7 +175,8 @@ def detach(conn: sa.Connection, allocation_id: str, act: Act) -> None:
     for pool in rows.every(conn, query.with_for_update(), Pool):
         update = sa.update(table).where(table.c.id == pool.id)
         conn.execute(update.values(token_hash="", allocation_id=None))
-        _audit(conn, act, "detached", pool, {"name": pool.name, "allocation_id": allocation_id})
+        detail = {"name": pool.name, "allocation_id": allocation_id}
+        journal.audit_of(conn, act, "pool.detached", pool, detail)
 
 
 def unit(pool: Pool, url: str) -> str:
@@ -209,11 +210,6 @@ def commands(pool: Pool, api_names: dict[str, str]) -> list[list[str]]:
         ["install", "-d", "-m", "0755", MODELS],
         ["systemctl", "enable", "--now", "--no-block", *workers],
     ]
-
-
-def _audit(conn: sa.Connection, act: Act, action: str, pool: Pool, detail: dict[str, str]) -> None:
-    project = pool.project_id or ""
-    journal.audit(conn, act, f"pool.{action}", "pool", pool.id, detail=detail, project_id=project)
 
 
 def _unreachable(found: str) -> Problem:

@@ -62,9 +62,5 @@ def switch(conn: sa.Connection, allocation_id: str, act: Act, *, enabled: bool) 
         parameters = {**allocation.parameters, "terminal": enabled}
         change = sa.update(allocations).where(allocations.c.id == allocation_id)
         conn.execute(change.values(parameters=parameters))
-        journal.audit(
-            *(conn, act, "terminal.switched", "allocation", allocation_id),
-            detail={"enabled": enabled},
-            project_id=allocation.project_id,
-        )
+        journal.audit_of(conn, act, "terminal.switched", allocation, {"enabled": enabled})
     return rows.get(conn, Node, allocation.node_id)

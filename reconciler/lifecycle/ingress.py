@@ -404,5 +404,4 @@ def _advance(
 
 def _audit(conn: sa.Connection, rule: IngressRule, act: Act) -> None:
     detail = {"allocation_id": rule.allocation_id, **on_host(rule)}
-    action, project = f"ingress.{rule.state}", rule.project_id
-    journal.audit(conn, act, action, "ingress_rule", rule.id, detail=detail, project_id=project)
+    journal.audit_of(conn, act, f"ingress.{rule.state}", rule, detail)

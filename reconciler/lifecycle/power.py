@@ -162,7 +162,7 @@ def powered_off(
         owed = owed or bool(allocation.power_action)
         if allocation.state == AllocationState.ACTIVE and not allocation.stopped and not owed:
             _set(conn, allocation, stopped=True)
-            journal.audit(conn, act, "allocation.powered_off", "allocation", id)
+            journal.audit_of(conn, act, "allocation.powered_off", allocation)
             stopped.append(id)
     return stopped
 
@@ -176,7 +176,7 @@ def seen_running(conn: sa.Connection, ids: Collection[str], act: Act, *, boot_id
         stopped = allocation.stopped and not allocation.power_action
         if allocation.state == AllocationState.ACTIVE and stopped:
             _set(conn, allocation, stopped=False, started_boot_id=boot_id)
-            journal.audit(conn, act, "allocation.running", "allocation", id)
+            journal.audit_of(conn, act, "allocation.running", allocation)
 
 
 def start_after_boot(

@@ -113,8 +113,3 @@ def _cut(text: str, most: int) -> str:
     while (size := len(json.dumps(text)) - len('""')) > most:
         text = text[: len(text) * most // size]
     return text
-
-
-def is_dead(attempts: int, max_attempts: int, outcome: Outcome) -> bool:
-    """Whether a job is a dead letter after this attempt has failed."""
-    return outcome.permanent or attempts >= max_attempts

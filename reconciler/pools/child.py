@@ -279,8 +279,7 @@ class Runner:
         self._kill()
         code = None if late else self._process.wait()
         self._blame(self._jobs[0].job)
-        error = _ended(self._jobs[0].job, code, late=late)
-        ended = self._pop(Outcome(error=error))
+        ended = self._pop(Outcome(error=_ended(self._jobs[0].job, code)))
         self.stop()
         return ended
 
@@ -292,15 +291,16 @@ class Runner:
         self._behind[job.project_id] = now + self._load_s + cost
 
 
-def _ended(job: Call, code: int | None, *, late: bool) -> dict[str, str]:
-    if late:
+def _ended(job: Call, code: int | None) -> dict[str, str]:
+    """The error of a call. code: exit status of its process; None for a call that took too long."""
+    if code is None:
         return {
             "code": "timed_out",
             "expected": f"an answer within {job.timeout_s} s",
             "found": "none",
             "remedy": "send a smaller input, or allow more time",
         }
-    if code is not None and code < 0 and -code == 9:
+    if code == -signal.SIGKILL:
         return memory_exceeded()
     return {
         "code": "runner_ended",

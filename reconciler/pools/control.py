@@ -22,8 +22,18 @@ _ROW = "jobs"
 RETRY_S = 30
 # A worker without a heartbeat for so long is dead, or has lost its jobs.
 SILENT_S = 30.0
-# A literal, because SQLite uses a partial index only if the statement itself shows its condition.
-RUNNING = jobs.c.status == sa.literal_column(f"'{JobStatus.RUNNING.value}'")
+# Literals, because SQLite uses a partial index only if the statement itself shows its condition.
+STATUS: dict[JobStatus, sa.ColumnClause[str]] = {
+    status: sa.literal_column(f"'{status.value}'") for status in JobStatus
+}
+RUNNING = jobs.c.status == STATUS[JobStatus.RUNNING]
+PENDING = jobs.c.status == STATUS[JobStatus.PENDING]
+DUE = sa.and_(PENDING, jobs.c.not_before.is_(None))
+# The project of each job that runs. A range of the leases and no GROUP BY, because SQLite would
+# read the index of all jobs.
+HOLDERS = sa.select(jobs.c.project_id).where(RUNNING, jobs.c.lease_expires_at > 0)
+# Of a job that no worker holds.
+FREE = {"token": "", "lease_expires_at": None}
 # The order in which transactions lock jobs. For that of the column itself, SQLite would read the
 # index of all jobs.
 BY_ID = jobs.c.id.concat("")
@@ -106,11 +116,14 @@ def follow(conn: sa.Connection) -> str:
         held = sa.select(jobs.c.id).where(RUNNING).order_by(BY_ID)
         locked = held.with_for_update().cte("locked")
         canceled = sa.update(jobs).where(jobs.c.id == locked.c.id)
-        free: dict[str, Any] = {"token": "", "lease_expires_at": None, "error": _CANCELED}
-        free |= {"status": JobStatus.CANCELED, "updated_at": clock.now()}
-        free["taken_from"] = jobs.c.worker
-        canceled = canceled.values(free).returning(jobs.c.project_id)
-        ended = conn.execute(canceled).scalars().all()
+        canceled = canceled.values(
+            **FREE,
+            status=JobStatus.CANCELED,
+            error=_CANCELED,
+            taken_from=jobs.c.worker,
+            updated_at=clock.now(),
+        )
+        ended = conn.execute(canceled.returning(jobs.c.project_id)).scalars().all()
         counts.add(conn, [(id, JobStatus.RUNNING, JobStatus.CANCELED, 0) for id in ended])
         # After the jobs, so that a heartbeat that is later than this has missed them.
         conn.execute(mine.values(canceled_at=clock.now()))

@@ -142,6 +142,5 @@ def _kind(status: str) -> str:
 
 
 def _row(project_id: str, change: Counter[str]) -> dict[str, Any]:
-    counted: dict[str, Any] = {name: change[name] for name in _ADDED}
-    counted |= {"id": rows.ordered_id(), "project_id": project_id}
-    return counted | {"spent": 0.0, "spent_at": None}
+    mine = {"id": rows.ordered_id(), "project_id": project_id, "spent": 0.0, "spent_at": None}
+    return {**mine, **{name: change[name] for name in _ADDED}}

@@ -15,7 +15,7 @@ from reconciler.db.rows import Order, Page, Record, part
 from reconciler.db.schema import Job, Project, idempotency_keys, jobs, pool_workers, pools
 from reconciler.lifecycle import quota
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem, not_found
+from reconciler.model.errors import Problem
 from reconciler.model.jobs import ENDED, OPEN, JobStatus
 from reconciler.model.pools import LIVE_POOLS, SERVING_POOLS
 from reconciler.model.storable import STORABLE, stored_size, unstorable
@@ -39,13 +39,9 @@ REPROCESS_LIMIT = CANCEL_LIMIT = 1_000
 # Of the chart of a queue: an hour by minutes.
 DEPTH_STEPS = 60
 DEPTH_STEP_S = 60
-# Literals, as the partial indexes have them.
-_STATUS: dict[JobStatus, sa.ColumnClause[str]] = {
-    status: sa.literal_column(f"'{status.value}'") for status in JobStatus
-}
-_ENDED = jobs.c.status.in_([_STATUS[status] for status in ENDED])
-_DEAD = jobs.c.status == _STATUS[JobStatus.DEAD_LETTER]
-_ENDS = {"token": "", "not_before": None, "lease_expires_at": None}
+_ENDED = jobs.c.status.in_([control.STATUS[status] for status in ENDED])
+_DEAD = jobs.c.status == control.STATUS[JobStatus.DEAD_LETTER]
+_ENDS = {**control.FREE, "not_before": None}
 _FRESH = {**_ENDS, "status": JobStatus.PENDING, "attempts": 0, "lost": 0}
 
 
@@ -63,15 +59,15 @@ _OF_PROJECT = sa.or_(pools.c.project_id.is_(None), pools.c.project_id == sa.bind
 _SERVES = sa.select(pool_workers.c.models).select_from(_WORKERS).where(_OF_PROJECT).distinct()
 _SERVING = _SERVES.where(pool_workers.c.ended_at.is_(None))
 _SERVED = _SERVES.where(pool_workers.c.ended_at.is_not(None))
-_DUE = sa.and_(jobs.c.status == _STATUS[JobStatus.PENDING], jobs.c.not_before.is_(None))
 _DUE_OF = (
     sa.select(jobs.c.project_id, sa.func.count())
-    .where(_DUE, jobs.c.model == sa.bindparam("of_model"))
+    .where(control.DUE, jobs.c.model == sa.bindparam("of_model"))
     .group_by(jobs.c.project_id)
 )
 # Each model from the one before, because DISTINCT would read all jobs that are due.
-_FIRST = sa.select(sa.func.min(jobs.c.model).label("model")).where(_DUE).cte("m", recursive=True)
-_NEXT = sa.select(sa.func.min(jobs.c.model)).where(_DUE, jobs.c.model > _FIRST.c.model)
+_LEAST = sa.select(sa.func.min(jobs.c.model).label("model")).where(control.DUE)
+_FIRST = _LEAST.cte("m", recursive=True)
+_NEXT = _LEAST.where(jobs.c.model > _FIRST.c.model)
 _MODELS = _FIRST.union_all(
     sa.select(_NEXT.correlate(_FIRST).scalar_subquery()).where(_FIRST.c.model.is_not(None))
 )
@@ -121,11 +117,7 @@ def enqueue(conn: sa.Connection, project_id: str, new: Sequence[NewJob], act: Ac
 
 def get(conn: sa.Connection, project_id: str, id: str, *, lock: bool = False) -> Job:
     """The project's job with an id. To a project, the jobs of others do not exist."""
-    query = sa.select(jobs).where(jobs.c.id == id, jobs.c.project_id == project_id)
-    job = rows.first(conn, query.with_for_update() if lock else query, Job)
-    if job is None:
-        raise not_found("job", id)
-    return job
+    return rows.of_project(conn, Job, project_id, id, lock=lock)
 
 
 def every(
@@ -141,7 +133,7 @@ def every(
     query = sa.select(*columns).where(jobs.c.project_id == project_id)
     query = rows.where(query, jobs, model=model)
     if status is not None:
-        query = query.where(jobs.c.status == _STATUS[status])
+        query = query.where(jobs.c.status == control.STATUS[status])
     return rows.every(conn, part(query, ORDER, page))
 
 
@@ -180,11 +172,7 @@ def cancel_all(
     if chosen:
         _cancel(conn, project_id, chosen)
         detail = {"jobs": len(chosen), "model": model, "dead_letters": dead}
-        journal.audit(
-            *(conn, act, "jobs.canceled", "project", project_id),
-            detail=detail,
-            project_id=project_id,
-        )
+        _audit(conn, act, "canceled", project_id, detail)
     return len(chosen)
 
 
@@ -193,9 +181,7 @@ def _cancel(conn: sa.Connection, project_id: str, chosen: Sequence[Job | sa.Row[
     values = {
         **_ENDS,
         "status": JobStatus.CANCELED,
-        "taken_from": sa.case(
-            (jobs.c.status == _STATUS[JobStatus.RUNNING], jobs.c.worker), else_=jobs.c.taken_from
-        ),
+        "taken_from": sa.case((control.RUNNING, jobs.c.worker), else_=jobs.c.taken_from),
     }
     conn.execute(_changed(values).where(jobs.c.id.in_([job.id for job in chosen])))
     counts.add(conn, [(project_id, job.status, JobStatus.CANCELED, 0) for job in chosen])
@@ -236,11 +222,7 @@ def reprocess(
         moves = [(project_id, JobStatus.DEAD_LETTER, JobStatus.PENDING, 0)] * len(ids)
         counts.add(conn, moves)
         detail = {"jobs": len(ids), "sample": sample, "force": force, "model": model}
-        journal.audit(
-            *(conn, act, "jobs.reprocessed", "project", project_id),
-            detail=detail,
-            project_id=project_id,
-        )
+        _audit(conn, act, "reprocessed", project_id, detail)
     return ids
 
 
@@ -262,29 +244,27 @@ def models(conn: sa.Connection, project_id: str) -> list[ServedModel]:
         serving |= {name: bool(takes) or serving.get(name, False) for name in names}
     # By the models, so that an index has the answer, and not by all jobs of the project.
     due = sa.select(jobs.c.model, sa.func.count()).where(
-        jobs.c.model.in_(serving),
-        jobs.c.project_id == project_id,
-        jobs.c.status == _STATUS[JobStatus.PENDING],
-        jobs.c.not_before.is_(None),
+        control.DUE, jobs.c.model.in_(serving), jobs.c.project_id == project_id
     )
     waiting = {name: int(number) for name, number in conn.execute(due.group_by(jobs.c.model))}
     return [ServedModel(name, serving[name], waiting.get(name, 0)) for name in sorted(serving)]
 
 
 def limits(conn: sa.Connection, project: Project) -> dict[str, int]:
-    """The limits that hold for jobs of a project: its own, the site's, or `LIMITS`."""
-    given = quota.limits(conn, project)
-    return LIMITS | {name: most for name, most in given.items() if name in (*LIMITS, _RATE, _TIME)}
+    """The limits that hold for a project: its own, the site's, and for its jobs `LIMITS`."""
+    return LIMITS | quota.limits(conn, project)
 
 
 def used(conn: sa.Connection, project: Project) -> dict[str, int]:
     """Present use of each limit of a project's jobs."""
     kept = counts.read(conn, project.id).get(project.id, Counter())
-    every_ = kept["open_jobs"] + sum(kept[status] for status in ENDED)
-    numbers = (kept["open_jobs"], every_, math.ceil(kept["size"] / _MIB))
     rate = limits(conn, project).get(_RATE)
-    spent = 0.0 if rate is None else counts.spent(conn, project.id, rate)
-    return {**dict(zip(LIMITS, numbers, strict=True)), _RATE: math.ceil(spent)}
+    return {
+        "jobs_open": kept["open_jobs"],
+        "jobs_kept": kept["open_jobs"] + sum(kept[status] for status in ENDED),
+        "jobs_mib": math.ceil(kept["size"] / _MIB),
+        _RATE: 0 if rate is None else math.ceil(counts.spent(conn, project.id, rate)),
+    }
 
 
 def count(conn: sa.Connection) -> dict[str, int]:
@@ -296,7 +276,7 @@ def count(conn: sa.Connection) -> dict[str, int]:
 def delayed(conn: sa.Connection) -> int:
     """Number of jobs that wait for their time."""
     query = sa.select(sa.func.count()).select_from(jobs)
-    query = query.where(jobs.c.status == _STATUS[JobStatus.PENDING], jobs.c.not_before.is_not(None))
+    query = query.where(control.PENDING, jobs.c.not_before.is_not(None))
     return int(conn.execute(query).scalar_one())
 
 
@@ -321,8 +301,7 @@ def unserved(conn: sa.Connection) -> int:
 def by_project(conn: sa.Connection) -> dict[str, dict[str, int]]:
     """Number of jobs by status, of each project that has any."""
     # Not of the counts, or each claim would write there.
-    held = sa.select(jobs.c.project_id).where(control.RUNNING, jobs.c.lease_expires_at > 0)
-    running = Counter(conn.execute(held).scalars())
+    running = Counter(conn.execute(control.HOLDERS).scalars())
     numbers = {}
     for id, kept in counts.read(conn).items():
         kept[JobStatus.RUNNING] = running[id]
@@ -394,6 +373,13 @@ def _delete(conn: sa.Connection, ids: sa.Select[tuple[str]]) -> list[counts.Move
 
 def _changed(values: Mapping[str, Any]) -> sa.Update:
     return sa.update(jobs).values({**values, "updated_at": clock.now()})
+
+
+def _audit(
+    conn: sa.Connection, act: Act, action: str, project_id: str, detail: Mapping[str, Any]
+) -> None:
+    subject = (f"jobs.{action}", "project", project_id)
+    journal.audit(conn, act, *subject, detail=detail, project_id=project_id)
 
 
 def input_size(number: int, given: Mapping[str, Any]) -> int:

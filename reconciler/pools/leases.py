@@ -30,22 +30,16 @@ LEASE_S = 30.0
 BEAT_S = 10.0
 # Rows that change state in one transaction of `tend`.
 _AT_ONCE = 500
-# A literal, as `control.RUNNING` is.
-_PENDING = jobs.c.status == sa.literal_column(f"'{JobStatus.PENDING.value}'")
-_DUE = sa.and_(_PENDING, jobs.c.not_before.is_(None))
-_FREE = {"token": "", "lease_expires_at": None}
 # Queues of a claim, so that the number of projects does not slow it.
 _QUEUES = 8
 # Statements of claims and outcomes are built once: to build them takes longer than to execute them.
 _MODEL = jobs.c.model == sa.bindparam("of_model")
 _WAITING = sa.select(projects.c.id).where(
-    sa.exists().where(_DUE, jobs.c.project_id == projects.c.id, _MODEL)
+    sa.exists().where(control.DUE, jobs.c.project_id == projects.c.id, _MODEL)
 )
-# A range of the leases and no GROUP BY, because SQLite would read the index of all jobs.
-_HOLDERS = sa.select(jobs.c.project_id).where(control.RUNNING, jobs.c.lease_expires_at > 0)
 _FIRST = (
     sa.select(jobs.c.id, jobs.c.lost)
-    .where(_DUE, jobs.c.project_id == sa.bindparam("of_project"), _MODEL)
+    .where(control.DUE, jobs.c.project_id == sa.bindparam("of_project"), _MODEL)
     .order_by(jobs.c.priority, jobs.c.enqueued_at)
     .limit(sa.bindparam("share", type_=sa.Integer()))
     .with_for_update(skip_locked=True)
@@ -56,12 +50,12 @@ _THESE = jobs.c.id.in_(sa.select(_IDS.c.id))
 _CALL = tuple(jobs.c[field.name] for field in fields(Call))
 _CLAIM = (
     sa.update(jobs)
-    .where(_THESE, _DUE)
+    .where(_THESE, control.DUE)
     .values(
         status=JobStatus.RUNNING,
         token=sa.bindparam("new_token"),
         worker=sa.bindparam("by"),
-        lease_expires_at=clock.now() + sa.bindparam("lease_s", type_=sa.Double()),
+        lease_expires_at=clock.now() + LEASE_S,
         started_at=clock.now(),
         updated_at=clock.now(),
     )
@@ -79,7 +73,7 @@ _FAILED = (
     sa.update(jobs)
     .where(jobs.c.id == sa.bindparam("of_id"))
     .values(
-        **_FREE,
+        **control.FREE,
         **{
             name: sa.bindparam(f"new_{name}", type_=jobs.c[name].type)
             for name in ("status", "attempts", "error")
@@ -103,7 +97,7 @@ _DONE = (
     sa.update(jobs)
     .where(jobs.c.id == _MINE.c.id)
     .values(
-        **_FREE,
+        **control.FREE,
         status=JobStatus.DONE,
         attempts=jobs.c.attempts + 1,
         result=_MINE.c.result,
@@ -118,7 +112,7 @@ _DONE = (
 # lease that begins now, with a second for the time between two readings of the clock.
 # now: the clock as it was read, because PostgreSQL searches no index for the clock itself.
 _NOW: sa.ColumnElement[float] = sa.bindparam("now", type_=sa.Double())
-_DELAYED = sa.and_(_PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= _NOW)
+_DELAYED = sa.and_(control.PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= _NOW)
 _EXPIRED = sa.and_(control.RUNNING, jobs.c.lease_expires_at < _NOW)
 _AHEAD = sa.and_(control.RUNNING, jobs.c.lease_expires_at > _NOW + LEASE_S + 1)
 _TO_TEND = sa.select(sa.or_(*(sa.exists().where(each) for each in (_DELAYED, _EXPIRED, _AHEAD))))
@@ -190,7 +184,6 @@ def claim(
     worker: PoolWorker,
     *,
     limit: int,
-    lease_s: float = LEASE_S,
     token: str = "",
     alone: bool = True,
     behind: Collection[str] = (),
@@ -206,7 +199,7 @@ def claim(
     waiting = _waiting(conn, worker)
     waiting = [queue for queue in waiting if queue[0] not in behind] or waiting
     several = len({project_id for project_id, _ in waiting}) > 1
-    running = Counter(conn.execute(_HOLDERS).scalars() if several else ())
+    running = Counter(conn.execute(control.HOLDERS).scalars() if several else ())
     # Random among equal projects, because a claim knows nothing of earlier claims.
     random.shuffle(waiting)
     waiting = sorted(waiting, key=lambda queue: running[queue[0]])[:_QUEUES]
@@ -221,7 +214,7 @@ def claim(
         ids += [job.id for job in takewhile(lambda job: not job.lost, first)]
     if not ids:
         return []
-    values = {"ids": [{"id": id} for id in ids], "by": worker.id, "lease_s": lease_s}
+    values = {"ids": [{"id": id} for id in ids], "by": worker.id}
     values["new_token"] = token or rows.new_id()
     calls = {row.id: Call(*row) for row in conn.execute(_CLAIM, values)}
     # Worked off in the order of the queue, which an UPDATE does not keep.
@@ -229,12 +222,7 @@ def claim(
 
 
 def claimed(
-    conn: sa.Connection,
-    worker: PoolWorker,
-    token: str,
-    *,
-    lease_s: float = LEASE_S,
-    extra_s: float | None = None,
+    conn: sa.Connection, worker: PoolWorker, token: str, *, extra_s: float | None = None
 ) -> list[Call]:
     """The jobs that a claim got under this token, should its answer have been lost. Their lease
     begins anew. extra_s: as in `renew`.
@@ -242,7 +230,7 @@ def claimed(
     mine = sa.and_(
         control.RUNNING, jobs.c.worker == worker.id, jobs.c.token == token, _in_time(extra_s)
     )
-    again = sa.update(jobs).where(mine).values(lease_expires_at=clock.now() + lease_s)
+    again = sa.update(jobs).where(mine).values(lease_expires_at=clock.now() + LEASE_S)
     return [Call(*row) for row in conn.execute(again.returning(*_CALL))]
 
 
@@ -270,12 +258,7 @@ def _waiting(conn: sa.Connection, worker: PoolWorker) -> list[tuple[str, str]]:
 
 
 def renew(
-    conn: sa.Connection,
-    worker: PoolWorker,
-    tokens: Sequence[str],
-    *,
-    lease_s: float = LEASE_S,
-    extra_s: float | None = None,
+    conn: sa.Connection, worker: PoolWorker, tokens: Sequence[str], *, extra_s: float | None = None
 ) -> set[str]:
     """Renew the leases that the worker still holds; returns the ids of these jobs.
 
@@ -288,7 +271,7 @@ def renew(
     )
     locked = held.order_by(control.BY_ID).with_for_update().cte("held")
     update = sa.update(jobs).where(jobs.c.id == locked.c.id)
-    update = update.values(lease_expires_at=clock.now() + lease_s)
+    update = update.values(lease_expires_at=clock.now() + LEASE_S)
     return set(conn.execute(update.returning(jobs.c.id)).scalars())
 
 
@@ -369,7 +352,7 @@ def _after(job: sa.Row[Any], outcome: Outcome) -> dict[str, Any]:
     """New values of a job that failed. pause: seconds until it is due; None for a dead letter."""
     attempts = job.attempts + 1
     values = {"new_attempts": attempts, "new_error": rules.kept_error(outcome.error or {})}
-    if rules.is_dead(attempts, job.max_attempts, outcome):
+    if outcome.permanent or attempts >= job.max_attempts:
         return {**values, "new_status": JobStatus.DEAD_LETTER, "pause": None}
     pause = rules.pause(attempts, random.random())  # noqa: S311  # spreads retries
     return {**values, "new_status": JobStatus.PENDING, "pause": pause}
@@ -381,7 +364,7 @@ def give_back(conn: sa.Connection, held: Sequence[Call | Job]) -> None:
         return
     mine = _held(conn, {(job.id, job.token) for job in held})
     update = sa.update(jobs).where(_THESE)
-    values = {**_FREE, "status": JobStatus.PENDING, "updated_at": clock.now()}
+    values = {**control.FREE, "status": JobStatus.PENDING, "updated_at": clock.now()}
     conn.execute(update.values(values), {"ids": [{"id": id} for id, _ in mine]})
 
 
@@ -413,7 +396,7 @@ def tend(conn: sa.Connection, errors: int = 0) -> Tended:
         sa.update(jobs)
         .where(_EXPIRED, jobs.c.id.in_(_some(_EXPIRED)))
         .values(
-            **_FREE,
+            **control.FREE,
             lost=jobs.c.lost + 1,
             taken_from=jobs.c.worker,
             updated_at=clock.now(),

@@ -119,11 +119,6 @@ def every(
     return rows.every(conn, part(query, ORDER, page), Pool)
 
 
-def live(conn: sa.Connection) -> list[Pool]:
-    """Pools that may have processes."""
-    return rows.every(conn, sa.select(table).where(_LIVE), Pool)
-
-
 def failed(conn: sa.Connection, within_s: float) -> int:
     """Number of pools that have failed lately."""
     lately = table.c.ended_at > clock.now() - within_s
@@ -196,15 +191,13 @@ def evict(
 ) -> Pool:
     """End a pool without waiting for its jobs, which go to other workers."""
     pool = get(conn, key, lock=True)
-    if pool.state not in LIVE_POOLS or pool.ends_as != PoolState.STOPPED:
+    if pool.state not in LIVE_POOLS or pool.state == PoolState.STOPPING:
         return pool
     values = {"ends_as": PoolState.EVICTED.value, "failure": dict(failure or {})}
     if pool.state == PoolState.REQUESTED:
-        pool = workers.conclude(conn, pool, act, PoolState.EVICTED)
-    elif pool.state != PoolState.STOPPING:
-        pool = end(conn, pool, act, values)
+        pool = workers.conclude(conn, pool, act, PoolState.EVICTED, values)
     else:
-        return pool
+        pool = end(conn, pool, act, values)
     # Runbooks look for these words.
     log.warning("Pool eviction: %s (%s), %s", pool.name, pool.id, act.why)
     _audit(conn, pool, act, "evicted", failure)
@@ -277,8 +270,7 @@ def _audit(
     action: str,
     detail: Mapping[str, object] | None = None,
 ) -> None:
-    named = {"name": pool.name, **(detail or {})}
-    journal.audit(conn, act, f"pool.{action}", "pool", pool.id, detail=named)
+    journal.audit_of(conn, act, f"pool.{action}", pool, {"name": pool.name, **(detail or {})})
 
 
 def _seat(conn: sa.Connection, most: int) -> int:
@@ -312,7 +304,10 @@ def _host(conn: sa.Connection, wish: NewPool) -> PoolHost:
             remedy="list them with `gpuaas pools hosts`; start `gpuaas worker` or `gpuaas serve`"
             " there",
         )
-    free = {host.id: host.memory_bytes // _MIB - _committed(conn, host.id) for host in live}
+    size = sa.func.sum(table.c.memory_mib * table.c.replicas)
+    query = sa.select(table.c.host_id, size).where(_LIVE).group_by(table.c.host_id)
+    used = {host_id: int(mib) for host_id, mib in conn.execute(query)}
+    free = {host.id: host.memory_bytes // _MIB - used.get(host.id, 0) for host in live}
     live.sort(key=lambda host: free[host.id], reverse=True)
     refusals = []
     for host in live:
@@ -321,12 +316,6 @@ def _host(conn: sa.Connection, wish: NewPool) -> PoolHost:
             return host
         refusals.append(refusal)
     raise refusals[0]
-
-
-def _committed(conn: sa.Connection, host_id: str) -> int:
-    """MiB that the living pools of a host may use."""
-    used = sa.func.coalesce(sa.func.sum(table.c.memory_mib * table.c.replicas), 0)
-    return int(conn.execute(sa.select(used).where(_LIVE, table.c.host_id == host_id)).scalar_one())
 
 
 def _refusal(conn: sa.Connection, host: PoolHost, wish: NewPool, free: int) -> Problem | None:

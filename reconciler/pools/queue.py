@@ -98,6 +98,8 @@ class DatabaseQueue:
     most = 256
     # A claim alone does not wait for the disk.
     apart = 16
+    lease_s = leases.LEASE_S
+    beat_s = leases.BEAT_S
 
     def __init__(
         self,
@@ -107,11 +109,7 @@ class DatabaseQueue:
         hints: Hints | None = None,
         pool_worker: str = "",
         poll_s: float = 0.5,
-        lease_s: float = leases.LEASE_S,
-        beat_s: float = leases.BEAT_S,
     ) -> None:
-        self.lease_s = lease_s
-        self.beat_s = beat_s
         self._engine = engine
         self._models = models
         self._hints = hints
@@ -174,12 +172,11 @@ class DatabaseQueue:
         def turn(conn: Connection) -> tuple[dict[str, JobStatus], list[Call]]:
             calls: list[Call] = []
             if again:
-                calls = leases.claimed(conn, self._me, again, lease_s=self.lease_s)
+                calls = leases.claimed(conn, self._me, again)
             if limit and not calls:
                 calls = leases.claim(
                     *(conn, self._me),
                     limit=limit,
-                    lease_s=self.lease_s,
                     token=self._claim,
                     alone=alone,
                     behind=behind,
@@ -229,8 +226,7 @@ class DatabaseQueue:
                 stopping.wait(self._pause_s)
 
     def renew(self, tokens: Sequence[str]) -> set[str]:
-        renew = partial(leases.renew, worker=self._me, tokens=tokens, lease_s=self.lease_s)
-        return self._write(renew)
+        return self._write(partial(leases.renew, worker=self._me, tokens=tokens))
 
     def tend(self) -> None:
         try:

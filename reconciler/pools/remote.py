@@ -73,7 +73,7 @@ def issue(conn: sa.Connection, key: str, act: Act, ttl_s: float) -> tuple[Pool, 
     expires = clock.now() + ttl_s
     conn.execute(update.values(token_hash=digest(secret), token_expires_at=expires))
     detail = {"name": pool.name, "ttl_s": ttl_s}
-    journal.audit(conn, act, "pool.token.issued", "pool", pool.id, detail=detail)
+    journal.audit_of(conn, act, "pool.token.issued", pool, detail)
     return pools.get(conn, pool.id), secret
 
 

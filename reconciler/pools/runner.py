@@ -192,7 +192,3 @@ def main(words: Sequence[str]) -> None:
         if ends:
             sys.stderr.write("CUDA refuses all further work of this process: replaced\n")
             return
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

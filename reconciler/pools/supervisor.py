@@ -198,10 +198,7 @@ class Supervisor:
                     self._terminate(worker)
         else:
             for worker in living:
-                self._terminate(worker)
-                since = self._ending.setdefault(worker.row.id, time.monotonic())
-                if time.monotonic() - since > pool.grace_s:
-                    self._kill(worker)
+                self._end_within(worker, pool.grace_s)
 
     def _serve(self, pool: Pool, living: list[_Worker]) -> None:
         """Replace workers that have ended or hang, unless that happens too often."""
@@ -240,10 +237,7 @@ class Supervisor:
         if id not in self._replaced:
             self._replaced.add(id)
             log.info("worker %s has version %s: replaced", id, worker.row.version or "unknown")
-        self._terminate(worker)
-        since = self._ending.setdefault(id, time.monotonic())
-        if time.monotonic() - since > pool.grace_s:
-            self._kill(worker)
+        self._end_within(worker, pool.grace_s)
 
     def _is_other(self, row: PoolWorker) -> bool:
         """Whether a service before this one has started it, with a program of another version.
@@ -352,6 +346,13 @@ class Supervisor:
             self._asked.add(worker.row.id)
             processes.send(worker.leader, signal.SIGTERM)
         elif not worker.leader and worker.row.id not in self._children:
+            self._kill(worker)
+
+    def _end_within(self, worker: _Worker, grace_s: int) -> None:
+        """Ask a worker to end, and kill it after its grace period."""
+        self._terminate(worker)
+        since = self._ending.setdefault(worker.row.id, time.monotonic())
+        if time.monotonic() - since > grace_s:
             self._kill(worker)
 
     def _move(self, pool: Pool, event: str) -> None:

@@ -44,7 +44,6 @@ _ENDS = {
     TaskState.LOST: "lose",
 }
 _FREE = {"lease_owner": "", "lease_token": "", "lease_expires_at": None}
-_NO_RUN = {"run_id": "", "run_directory": "", "progress_offset": 0}
 # Pauses between attempts to reach a host. A rebooting host answers within minutes; a host that
 # stays unreachable is tried rarely.
 _FIRST_PAUSE_S = 5
@@ -228,16 +227,11 @@ def wait_for_host(
     pause of a task that was answered, and waits for MAAS.
     """
     task = _held(conn, task_id, token, {})
-    pause = min(_FIRST_PAUSE_S * 2 ** min(task.unreached, 20), _LONGEST_PAUSE_S)
-    if seconds is not None:
-        pause = seconds
-    columns = {
-        **_FREE,
-        **_NO_RUN,
-        "unreached": 0 if seconds is not None else task.unreached + 1,
-        "not_before": clock.now() + pause,
-        "error": dict(error or {}),
-    }
+    unreached = 0
+    if seconds is None:
+        seconds = min(_FIRST_PAUSE_S * 2 ** min(task.unreached, 20), _LONGEST_PAUSE_S)
+        unreached = task.unreached + 1
+    columns = _later(seconds, error) | {"unreached": unreached}
     return advance(conn, Task, task_id, "wait", act.because(reason), columns=columns)
 
 
@@ -260,15 +254,14 @@ def retry(
             found=f"attempt {task.attempt} has ended",
             remedy="finish the task as failed; its error says what to do",
         )
-    columns = {
-        **_FREE,
-        **_NO_RUN,
-        "attempt": task.attempt + 1,
-        "unreached": 0,
-        "not_before": clock.now() + seconds,
-        "error": dict(error or {}),
-    }
+    columns = _later(seconds, error) | {"attempt": task.attempt + 1, "unreached": 0}
     return advance(conn, Task, task_id, "retry", act.because(reason), columns=columns)
+
+
+def _later(seconds: float, error: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Columns of a task that has no run, and is due after a pause."""
+    no_run = {"run_id": "", "run_directory": "", "progress_offset": 0}
+    return {**_FREE, **no_run, "not_before": clock.now() + seconds, "error": dict(error or {})}
 
 
 def postpone_behind(conn: sa.Connection, task: Task, kind: TaskKind) -> None:

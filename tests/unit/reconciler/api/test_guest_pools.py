@@ -55,6 +55,7 @@ def test_a_member_launches_a_slice_with_its_projects_pool(ready: Stack) -> None:
     rows = ready.client("admin").get("admin/audit", params={"subject_id": pool["id"]}).json()
     attached = next(row for row in rows["items"] if row["action"] == "pool.attached")
     assert attached["detail"]["image_digest"] == IMAGE["digest"]
+    assert {row["project_id"] for row in rows["items"]} == {"demo"}
     again = refused(ready, lambda: with_pool(ready, "l"))
     assert (again["status"], again["code"]) == (409, "pool_in_use")
     activate(ready, answer.json()["id"])

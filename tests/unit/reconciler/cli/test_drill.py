@@ -244,6 +244,7 @@ def test_dlq(gpuaas: Gpuaas, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch)
 
     def living() -> list[str]:
         with reading(engine) as conn:
-            return [pool.name for pool in pools.live(conn) if pool.name.startswith("drill-")]
+            names = [pool.name for pool in pools.every(conn, live=True)]
+        return [name for name in names if name.startswith("drill-")]
 
     until(lambda: not living())

@@ -515,7 +515,7 @@ def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, act
         assert (row.stopped, row.error) == (False, error)
         assert row.started_boot_id == compare.identity()["boot_id"]
         (audited,) = journal.audit_rows(conn, action="allocation.running")
-        assert audited.subject_id == active
+        assert (audited.subject_id, audited.project_id) == (active, row.project_id)
 
 
 @pytest.mark.covers("I16")

@@ -399,6 +399,8 @@ def test_a_worker_that_hangs_ends_so_that_its_jobs_go_to_others(
     monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
 
     class Hanging(DatabaseQueue):
+        beat_s = 0.05
+
         def renew(self, _tokens: Sequence[str]) -> set[str]:
             return set()
 
@@ -409,7 +411,7 @@ def test_a_worker_that_hangs_ends_so_that_its_jobs_go_to_others(
             return Turn(0, [])
 
     queue.add()
-    Worker(Hanging(queue.engine, ["m"], beat_s=0.05), runner, stopping).run()
+    Worker(Hanging(queue.engine, ["m"]), runner, stopping).run()
     assert ended.is_set()
 
 
@@ -440,7 +442,9 @@ def test_a_worker_ends_whose_database_never_answers(
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    Worker(DatabaseQueue(proxy.engine, ["m"], beat_s=0.05), runner, stopping, drain_s=0).run()
+    database = DatabaseQueue(proxy.engine, ["m"])
+    database.beat_s = 0.05
+    Worker(database, runner, stopping, drain_s=0).run()
     watcher.join()
     assert set(ended) == {1}
 
@@ -455,7 +459,7 @@ def test_a_call_that_goes_on_soon_has_its_claim_on_the_disk(
     durable: list[bool] = []
 
     class Beating(DatabaseQueue):
-        beats = 0
+        beats, beat_s = 0, 600
 
         def renew(self, tokens: Sequence[str]) -> set[str]:
             self.beats += 1
@@ -466,7 +470,7 @@ def test_a_call_that_goes_on_soon_has_its_claim_on_the_disk(
             durable.append(all(levels) and bool(held))
             return held
 
-    beating = Beating(queue.engine, ["m"], beat_s=600)
+    beating = Beating(queue.engine, ["m"])
     (id,) = queue.submit([{"file": str(note), "number": 1, "until": str(go)}])
 
     def watch() -> None:
@@ -494,7 +498,7 @@ def test_a_heartbeat_that_fails_is_logged_once_for_each_reason(
     monkeypatch.setattr(worker, "_AGAIN_S", 0.01)
 
     class Failing(DatabaseQueue):
-        beats = 0
+        beats, beat_s = 0, 0.01
 
         def renew(self, tokens: Sequence[str]) -> set[str]:
             self.beats += 1
@@ -504,7 +508,7 @@ def test_a_heartbeat_that_fails_is_logged_once_for_each_reason(
                 return super().renew(tokens)
             raise RuntimeError("of another kind" if self.beats > 6 else "of no known kind")
 
-    Worker(Failing(queue.engine, ["m"], poll_s=0.01, beat_s=0.01), runner, stopping).run()
+    Worker(Failing(queue.engine, ["m"], poll_s=0.01), runner, stopping).run()
     lines = [record for record in caplog.records if record.message.startswith("could not renew")]
     assert [str(record.args[0]) for record in lines[:3] if record.args] == [  # type: ignore[index]
         *("of no known kind", "of no known kind", "of another kind"),
@@ -521,6 +525,8 @@ def test_a_worker_ends_whose_heartbeat_hangs(
     monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
 
     class Hanging(DatabaseQueue):
+        beat_s = 0.05
+
         def renew(self, _tokens: Sequence[str]) -> set[str]:
             ended.clear()  # The models may have taken as long to load.
             try:
@@ -529,7 +535,7 @@ def test_a_worker_ends_whose_heartbeat_hangs(
                 stopping.set()
             return set()
 
-    Worker(Hanging(queue.engine, ["m"], poll_s=0.01, beat_s=0.05), runner, stopping).run()
+    Worker(Hanging(queue.engine, ["m"], poll_s=0.01), runner, stopping).run()
     assert ended.is_set()
 
 

@@ -195,13 +195,15 @@ def test_dead_letters_of_workers_with_the_database_are_named(
     database.turn([(call, Outcome(error=ERROR, permanent=True))], (), 0)
     assert letters(server) == [{"job": failed, "code": "function_failed"}]
     queue.change(expired, ended, swept, lost=LOST_LIMIT - 1)
-    queue.claim(lease_s=-1)
+    queue.claim()
+    queue.change(expired, lease_expires_at=1.0)
     database.tend()
     queue.claim()
     with transaction(queue.engine) as conn:
         workers.end(conn, queue.worker, "its host is lost")
     loops.tend_leases(queue.engine, settings)
-    queue.claim(lease_s=-1)
+    queue.claim()
+    queue.change(swept, lease_expires_at=1.0)
     loops.tend_leases(queue.engine, settings)
     lost = [{"job": id, "code": "worker_lost"} for id in (expired, ended, swept)]
     assert letters(server)[1:] == lost

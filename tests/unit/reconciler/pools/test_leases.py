@@ -316,7 +316,8 @@ def test_a_failure_is_tried_again_later_until_its_attempts_end(
 
 def test_a_lost_lease_belongs_to_the_next_worker(queue: Queue) -> None:
     (id,) = queue.add()
-    (old,) = queue.claim(lease_s=-1)
+    (old,) = queue.claim()
+    queue.change(id, lease_expires_at=1.0)
     assert queue.tend().reclaimed == 1
     with transaction(queue.engine) as conn:
         assert leases.renew(conn, queue.worker, [old.token]) == set()
@@ -407,7 +408,10 @@ def clock_ahead(engine: sa.Engine, seconds: float) -> Iterator[None]:
 
 def test_a_heartbeat_renews_only_what_is_still_held(queue: Queue) -> None:
     ids = queue.add(3)
-    held = queue.claim(3, lease_s=5)
+    for job in queue.claim(3):
+        assert job.lease_expires_at is not None
+        queue.change(job.id, lease_expires_at=job.lease_expires_at - 25)
+    held = [queue.read(id) for id in ids]
     queue.finish(held[:1], Outcome({}))
     with transaction(queue.engine) as conn:
         jobs.cancel(conn, "p1", held[1].id)
@@ -421,7 +425,8 @@ def test_a_heartbeat_renews_only_what_is_still_held(queue: Queue) -> None:
 def test_a_job_that_kills_every_worker_is_buried(queue: Queue) -> None:
     (id,) = queue.add()
     for _ in range(LOST_LIMIT):
-        assert queue.claim(lease_s=-1)
+        assert queue.claim()
+        queue.change(id, lease_expires_at=1.0)
         queue.tend()
     job = queue.read(id)
     assert (job.status, job.error["code"]) == ("dead_letter", "worker_lost")

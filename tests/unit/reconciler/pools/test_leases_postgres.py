@@ -197,7 +197,7 @@ def test_an_outcome_waits_for_another_change_of_its_job(
             if act == "cancel":
                 requests.cancel(conn, "p1", id)
             else:
-                assert leases.renew(conn, queue.worker, [job.token], lease_s=60) == {id}
+                assert leases.renew(conn, queue.worker, [job.token]) == {id}
             waiting = pool.submit(
                 retrying, engine, lambda conn: leases.finish(conn, [(job, Outcome({"n": 1}))])
             )

@@ -34,7 +34,7 @@ from reconciler.pools.supervisor import Supervisor
 from reconciler.settings import Settings
 from reconciler.work import loops
 from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase
-from tests.unit.reconciler.pools.test_leases import Queue
+from tests.unit.reconciler.pools.test_leases import ERROR, Queue
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
 
@@ -213,6 +213,14 @@ def test_stop_drains_and_evict_does_not(engine: sa.Engine, caplog: Any) -> None:
         pools.get(conn, "b")
     with transaction(engine) as conn:
         assert len(pools.stop_all(conn, ADMIN)) == 1, "living pools only"
+
+
+def test_a_pool_that_is_evicted_before_it_begins_says_why(engine: sa.Engine) -> None:
+    host(engine)
+    start(engine)
+    with transaction(engine) as conn:
+        pool = pools.evict(conn, "a", ADMIN, ERROR)
+    assert (pool.state, pool.ends_as, pool.failure) == ("evicted", "evicted", ERROR)
 
 
 def end_worker(
