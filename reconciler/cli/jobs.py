@@ -234,7 +234,7 @@ def _queue(
         from reconciler.pools.api_queue import ApiQueue
 
         remedy = "save what `gpuaas pools token POOL` prints there"
-        yield ApiQueue(current().safe_url, partial(secret, pool_token, remedy), models, stopping)
+        yield ApiQueue(current().url, partial(secret, pool_token, remedy), models, stopping)
         return
     from reconciler.cli.service import open_unmigrated
     from reconciler.pools import hints
