@@ -291,7 +291,7 @@ def _act(reason: str) -> Act:
     from reconciler.model.act import Act
 
     # Who can open the database may do everything that the API may.
-    return Act(f"direct:{getpass.getuser()}", reason or "gpuaas pools --direct")
+    return Act(f"direct:{getpass.getuser()}", reason)
 
 
 def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> list[dict[str, Any]]:
