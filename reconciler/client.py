@@ -18,11 +18,10 @@ from reconciler.model.errors import Problem
 from reconciler.wait_timeout import WaitTimeout
 
 API = "/api/v1"
-# Routes of operators, which have no prefix.
 _OPERATORS = ("/control/", "/health", "/leases", "/metrics", "/pools", "/status/")
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
 _TIMEOUT_S = 60.0
-_PATH = re.compile(r"(/(?!\.{1,2}(/|$))[^/?#\\\s\x00-\x1f\x7f]+)+")
+_PATH = re.compile(r"(/(?!\.{1,2}(/|$))[^/?#\\\s\x00-\x1f\x7f\ud800-\udfff]+)+")
 # About a minute, in which a service can restart.
 _RECONNECTS, _REPEAT_S = 15, 60.0
 _AWAY = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
@@ -149,6 +148,11 @@ class Client:
         return self._answer("GET", path, params=query).text
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
+        if "json" in arguments:
+            # The library fails for half a surrogate pair and for NaN, which the service refuses.
+            arguments["content"] = json.dumps(arguments.pop("json"))
+            headers = arguments.get("headers", {})
+            arguments["headers"] = {**headers, "Content-Type": "application/json"}
         response = self._answer(method, path, **arguments)
         if not response.content:
             return {}
@@ -167,6 +171,8 @@ class Client:
         while True:
             try:
                 response = self._http.request(method, address, params=params, **arguments)
+            except UnicodeEncodeError as broken:
+                raise _invalid(f"{broken.object!r}") from None
             except httpx.TransportError as lost:
                 unsent = not cut_off and isinstance(lost, httpx.ConnectError | httpx.ConnectTimeout)
                 # A service that hangs is not asked again: it has had its time.
@@ -212,13 +218,22 @@ def _address(path: str) -> str:
     route's.
     """
     if not _PATH.fullmatch(path):
-        raise Problem(
-            "name_invalid",
-            422,
-            expected="ids and names of one character at least, without spaces and slashes",
-            found=f"the path {path!r}",
-            remedy="correct the words of the command: one may be an empty variable",
-        )
+        raise _invalid(f"the path {path!r}")
+    return route(path)
+
+
+def _invalid(found: str) -> Problem:
+    return Problem(
+        "name_invalid",
+        422,
+        expected="ids and names of one character at least, without spaces and slashes",
+        found=found,
+        remedy="correct the words of the command: one may be an empty variable",
+    )
+
+
+def route(path: str) -> str:
+    """The address of a path. Routes of operators have no prefix."""
     return path if path.startswith(_OPERATORS) else API + path
 
 

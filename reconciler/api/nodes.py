@@ -321,7 +321,7 @@ def create(body: NewNode, context: Admin) -> JSONResponse:
     """Add a node. It is not trusted until it has enrolled."""
     _require_profile(context.settings, body.profile)
     values = body.model_dump(exclude={"id", "reason", "mode"})
-    mode = NodeMode.BAREMETAL if body.mode == "baremetal" else NodeMode.CONVERTING_TO_SLICE
+    mode = NodeMode.of_new(body.mode)
     # Chosen outside of the transaction, which may be repeated.
     node_id = body.id or str(uuid.uuid4())
     return context.write(

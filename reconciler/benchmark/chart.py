@@ -14,7 +14,8 @@ import pygal
 from pygal.etree import etree
 from pygal.style import Style
 
-from reconciler.benchmark.compare import SIGNS, cell_text, figure, percent, plain
+from reconciler.benchmark.compare import SIGNS, cell_text, figure, percent
+from reconciler.model.storable import shown
 
 _WIDTH, _ROW = 960, 28
 # Height of title and axis together.
@@ -81,7 +82,7 @@ def html(comparison: Mapping[str, Any]) -> str:
     _add_table(body, heads, lines)
     notes = ET.SubElement(body, "ul")
     for note in comparison["notes"]:
-        ET.SubElement(notes, "li").text = plain(note, 500)
+        ET.SubElement(notes, "li").text = shown(note, 500)
     return "<!doctype html>\n" + ET.tostring(root, encoding="unicode", method="html") + "\n"
 
 
@@ -90,7 +91,7 @@ def _add_table(body: ET.Element, heads: Sequence[str], rows: Sequence[Sequence[A
     for kind, row in (("th", heads), *(("td", row) for row in rows)):
         line = ET.SubElement(table, "tr")
         for value in row:
-            ET.SubElement(line, kind).text = plain(value)
+            ET.SubElement(line, kind).text = shown(value)
 
 
 def _chart(comparison: Mapping[str, Any]) -> ET.Element:
@@ -106,7 +107,7 @@ def _chart(comparison: Mapping[str, Any]) -> ET.Element:
                     # Without a difference the length is 0: pygal needs a value to draw a label.
                     "value": cell["delta_percent"] or 0,
                     "node": {"class": cell["direction"]},
-                    "tooltip": plain(f"{value} {cell['note']}".strip()),
+                    "tooltip": shown(f"{value} {cell['note']}".strip()),
                 }
             )
             loss = row["reference_percent"] if capture["kind"] == "vm" else None
@@ -118,7 +119,7 @@ def _chart(comparison: Mapping[str, Any]) -> ET.Element:
     if any(references):
         parts.append("dashed: the prototype's loss")
     system = f"{baseline['kind']}, {baseline['vcpus']} CPUs, tuning {baseline['tuning']}"
-    title = (f"Against {plain(baseline['label'], 60)}", plain(system), ", ".join(parts))
+    title = (f"Against {shown(baseline['label'], 60)}", shown(system), ", ".join(parts))
     chart = pygal.HorizontalBar(
         width=_WIDTH,
         height=_FRAME + _ROW * max(len(bars), 1),
@@ -155,7 +156,7 @@ def _chart(comparison: Mapping[str, Any]) -> ET.Element:
 def _label(metric: str, capture: str, cell: Mapping[str, Any]) -> str:
     delta, direction = cell["delta_percent"], cell["direction"]
     if delta is None:
-        result = plain(f"{direction} {cell['note']}", 50)
+        result = shown(f"{direction} {cell['note']}", 50)
     else:
         result = f"{percent(delta)} {SIGNS[direction]}"
-    return f"{plain(metric, 26)}  {plain(capture, 21)}  {result}"
+    return f"{shown(metric, 26)}  {shown(capture, 21)}  {result}"

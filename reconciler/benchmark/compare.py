@@ -7,7 +7,7 @@ from typing import Any
 
 from reconciler.benchmark.harness.main import PROBES
 from reconciler.model.errors import Problem
-from reconciler.model.storable import printable
+from reconciler.model.storable import shown
 
 Capture = Mapping[str, Any]
 Record = dict[str, Any]
@@ -218,12 +218,6 @@ def _verdict(pair: Mapping[str, Capture | None], waived: Sequence[str]) -> Recor
     return {"verdict": verdict, "better": better, "worse": worse, "open": open_points}
 
 
-def plain(text: object, limit: int = 200) -> str:
-    """A line without control, bidirectional or unpaired characters of a measured machine."""
-    clean = printable(str(text))
-    return clean if len(clean) <= limit else f"{clean[: limit - 1]}\u2026"
-
-
 def figure(value: float) -> str:
     """Three digits, or a whole number."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -243,4 +237,4 @@ def cell_text(value: Record) -> str:
         parts.append(value["direction"])
     if value["note"]:
         parts.append(f"({value['note']})")
-    return plain(" ".join(parts))
+    return shown(" ".join(parts))

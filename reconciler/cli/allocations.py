@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import output
-from reconciler.cli.options import Yes, at_terminal, confirm
+from reconciler.cli.options import Yes, at_terminal, confirm, file_invalid, read_text
 from reconciler.cli.projects import own_project, project_option
 from reconciler.cli.session import client
 from reconciler.model.act import require_idempotency_key
 from reconciler.model.errors import Problem
 from reconciler.model.recovery import finishing_command
-from reconciler.model.states import PowerAction
+from reconciler.model.states import LIVE_ALLOCATIONS, PowerAction
 from reconciler.wait_timeout import WaitTimeout
 
 Project = Annotated[str, project_option("The project's id or name.", required=True)]
@@ -28,8 +28,6 @@ Allocation = Annotated[
     str, typer.Argument(help="The allocation's id, or the machine's host name while it lives.")
 ]
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# In the order in which an allocation has them.
-_LIVING = ("requested", "provisioning", "active", "releasing")
 _OWN = "Default: for admins all, for others their only project."
 COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_at", "error_code")
 
@@ -80,8 +78,10 @@ def launch(
     # An empty key, as of a variable that is not set, would let the same launch happen twice.
     if idempotency_key is not None:
         require_idempotency_key(idempotency_key)
-    body: dict[str, Any] = {
+    body = {
         "capacity_shape": shape,
+        "gpu_count": gpus if shape == "gpu_slice" else None,
+        "image": image or None,
         "username": username,
         "hostname": hostname,
         "region": region,
@@ -89,17 +89,12 @@ def launch(
         "sku": sku,
         "image_version": version or image_version,
         "ssh_keys": [public_key(file) for file in key],
+        "terminal": terminal,
+        "worker_pool": worker_pool,
     }
-    if shape == "gpu_slice":
-        body["gpu_count"] = gpus
-    if image:
-        body["image"] = image
-    if terminal:
-        body["terminal"] = True
-    if worker_pool:
-        body["worker_pool"] = worker_pool
     if user_data:
-        body["user_data"] = _text_of(user_data)
+        expected = "a file with cloud-config, in UTF-8"
+        body["user_data"] = read_text(user_data, expected, "correct the path or the file")
     try:
         path = f"/projects/{project}/allocations"
         allocation = client().post(path, body, key=idempotency_key or "")
@@ -335,7 +330,7 @@ def allocation_id(project: str, name: str) -> str:
         return name
     path = f"/projects/{project}/allocations"
     # A launch that goes on between two of these requests is met twice, and not missed.
-    rows = (row for state in _LIVING for row in client().items(path, state=state))
+    rows = (row for state in LIVE_ALLOCATIONS for row in client().items(path, state=state))
     ids = list({str(row["id"]): None for row in rows if row["hostname"] == name})
     if len(ids) == 1:
         return ids[0]
@@ -350,29 +345,17 @@ def allocation_id(project: str, name: str) -> str:
 
 def public_key(file: Path) -> str:
     """The public SSH key in a file; Problem `file_invalid`."""
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _invalid_key(file, getattr(error, "strerror", None) or "no text") from error
+    parts = (
+        "a file with one public SSH key, on one line",
+        "give the .pub file; --key may be repeated",
+    )
+    text = read_text(file, *parts).strip()
     # A private key must not leave this machine, not even to be refused.
     if "PRIVATE KEY" in text:
-        raise _invalid_key(file, "a private key")
+        raise file_invalid(file, "a private key", *parts)
     if len(text.splitlines()) != 1:
-        raise _invalid_key(file, f"{len(text.splitlines())} lines")
+        raise file_invalid(file, f"{len(text.splitlines())} lines", *parts)
     return text
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Problem(
-            "file_invalid",
-            422,
-            expected="a file with cloud-config, in UTF-8",
-            found=f"{file}: {getattr(error, 'strerror', None) or 'no text'}",
-            remedy="correct the path or the file",
-        ) from error
 
 
 def _explain_refusal(problem: Problem, gpus: int) -> None:
@@ -455,13 +438,3 @@ def _refuse_failed_release(allocation: dict[str, Any]) -> None:
             remedy=f"leave it to the operators, who finish it with `{finish}`; `gpuaas allocations`"
             " shows when",
         )
-
-
-def _invalid_key(file: Path, found: str) -> Problem:
-    return Problem(
-        "file_invalid",
-        422,
-        expected="a file with one public SSH key, on one line",
-        found=f"{file}: {found}",
-        remedy="give the .pub file; --key may be repeated",
-    )

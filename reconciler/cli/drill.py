@@ -23,6 +23,7 @@ import typer
 
 from reconciler.cli import output
 from reconciler.cli.allocations import Project
+from reconciler.cli.options import Reason
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 from reconciler.model.jobs import JobStatus
@@ -167,7 +168,6 @@ def _drained(drill: _Drill, jobs: _Jobs, patience: int) -> None:
     # The longest deadline, so that the drill cancels no job of a tenant.
     wish = {"mode": "drain", "drain_deadline_s": 86_400, "reason": "drill"}
     client().post(_MAINTENANCE, wish)
-    began = time.monotonic()
     try:
         jobs.submit([{"seconds": 0}])
         drill.check("a new job is refused", False, "it was admitted")
@@ -175,9 +175,8 @@ def _drained(drill: _Drill, jobs: _Jobs, patience: int) -> None:
         retry = problem.detail.get("retry_after_s")
         expected = (problem.code, problem.status) == ("maintenance", 503) and retry
         drill.check("a new job is refused", expected, f"{problem.code}, again after {retry} s")
-    _until(patience, lambda: client().get(_MAINTENANCE)["mode"] == "drained")
-    state = client().get(_MAINTENANCE)
-    evidence = f"{state['mode']} after {time.monotonic() - began:.1f} s, {state['running']} run"
+    state, took = _reach(_MAINTENANCE, "mode", "drained", patience)
+    evidence = f"{state['mode']} {took}, {state['running']} run"
     drill.check("no job runs", (state["mode"], state["running"]) == ("drained", 0), evidence)
     health = client().get("/health")
     drill.check("the site is alive", health["status"] == "ok", health["processes"])
@@ -205,21 +204,17 @@ def reclaim(project: Project) -> None:
 
 
 @app.command()
-def leader(
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "drill",
-) -> None:
+def leader(reason: Reason = "drill") -> None:
     """End the leader's term: another process takes over, and pools keep their workers."""
     with _drill("leader") as drill:
         workers = _workers()
         before = client().get("/status/leader")
         candidates = client().get("/health")["processes"].get("loops", 0)
         client().post("/control/leader/release", {"reason": reason})
-        began = time.monotonic()
-        _until(_LEADER_S, lambda: client().get("/status/leader")["live"])
-        after = client().get("/status/leader")
-        took = f"term {after['epoch']} after {time.monotonic() - began:.1f} s"
+        after, took = _reach("/status/leader", "live", True, _LEADER_S)
         live = after["live"] and after["epoch"] > before["epoch"]
-        drill.check("a process leads again", live, f"{took}; before: term {before['epoch']}")
+        evidence = f"term {after['epoch']} {took}; before: term {before['epoch']}"
+        drill.check("a process leads again", live, evidence)
         evidence = f"{after['holder']} after {before['holder']}, of {candidates} candidates"
         other = after["holder"] != before["holder"] or candidates < 2
         drill.check("another process leads, if there is one", other, evidence)
@@ -245,11 +240,8 @@ def evict(project: Project, memory: Memory = 256) -> None:
             jobs.submit([{"seconds": 10}])
             jobs.reach(lambda states: states == ["running"], _START_S)
             drill.check("a job runs in it", jobs.states() == ["running"], jobs.states())
-        began = time.monotonic()
-        _until(_POOL_S, lambda: client().get(path)["state"] == "evicted")
-        pool = client().get(path)
-        evidence = f"{pool['state']} after {time.monotonic() - began:.1f} s"
-        drill.check("it is evicted", pool["state"] == "evicted", evidence)
+        pool, took = _reach(path, "state", "evicted", _POOL_S)
+        drill.check("it is evicted", pool["state"] == "evicted", f"{pool['state']} {took}")
         hosts = {host["id"]: host["name"] for host in client().get("/pools/hosts")["hosts"]}
         if hosts.get(pool["host_id"]) == socket.gethostname():
             alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -304,14 +296,11 @@ def oom(project: Project, memory: Memory = 256) -> None:
         jobs = _Jobs(drill, _MODEL)
         with _pool(drill, memory, kernel[0], kill_on_oom=True) as (path, _):
             jobs.submit([{"seconds": 0, "mib": 2 * memory}], max_attempts=10)
-            began = time.monotonic()
-            _until(_POOL_S, lambda: client().get(path)["state"] == "evicted")
-            took_s = time.monotonic() - began
+            pool, took = _reach(path, "state", "evicted", _POOL_S)
             jobs.cancel()
-            pool = client().get(path)
             code = pool["failure"].get("code")
             evicted = (pool["state"], code) == ("evicted", "memory_exceeded")
-            evidence = f"{pool['state']} after {took_s:.1f} s, {code}"
+            evidence = f"{pool['state']} {took}, {code}"
             drill.check("a pool with kill_on_oom is evicted for its memory", evicted, evidence)
 
 
@@ -328,10 +317,10 @@ def _pool(
     }
     path = f"/pools/{client().post('/pools', wish)['id']}"
     try:
-        up = _until(_POOL_S, lambda: client().get(path)["state"] == "running")
-        pool = client().get(path)
+        pool, _ = _reach(path, "state", "running", _POOL_S)
         pids = [worker["pid"] for worker in pool["workers"]]
-        drill.check("a pool runs", up and pids, f"{pool['state']}, processes {pids}")
+        runs = pool["state"] == "running" and pids
+        drill.check("a pool runs", runs, f"{pool['state']}, processes {pids}")
         yield path, pids
     finally:
         client().post(f"{path}/evict", {"reason": "end of the drill"})
@@ -460,6 +449,14 @@ def _until(seconds: float, ask: Callable[[], object]) -> bool:
             return False
         time.sleep(0.2)
     return True
+
+
+def _reach(path: str, field: str, goal: object, seconds: float) -> tuple[dict[str, Any], str]:
+    """A document once its field has this value, or as it is in the end; and after what time."""
+    began = time.monotonic()
+    _until(seconds, lambda: client().get(path)[field] == goal)
+    took_s = time.monotonic() - began
+    return client().get(path), f"after {took_s:.1f} s"
 
 
 def _metric(name: str) -> float:

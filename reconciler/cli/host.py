@@ -98,7 +98,8 @@ def parity(
     """Check the host: one line per check; exit 0 only when no check has failed."""
     evidence = Evidence()
     if api_token_file is not None and node_id:
-        evidence = _evidence(api_base or session.current().url, api_token_file, node_id)
+        api = session.Session(api_base or session.current().api).url
+        evidence = _evidence(api, api_token_file, node_id)
     tags = nodes.maas_tags(maas_tag)
     result = _play(
         ssh | {"node_id": node_id},

@@ -10,6 +10,7 @@ import typer
 
 from reconciler.cli import output, tasks
 from reconciler.cli.nodes import Node, Wait
+from reconciler.cli.options import file_invalid
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
@@ -155,10 +156,6 @@ def _measure(file: Path) -> tuple[str, int]:
         with file.open("rb") as handle:
             return f"sha256:{hashlib.file_digest(handle, 'sha256').hexdigest()}", handle.tell()
     except OSError as error:
-        raise Problem(
-            "file_invalid",
-            422,
-            expected="a raw image that can be read",
-            found=f"{file}: {error.strerror}",
-            remedy="correct the path",
+        raise file_invalid(
+            file, error.strerror, "a raw image that can be read", "correct the path"
         ) from error

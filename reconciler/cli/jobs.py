@@ -95,9 +95,7 @@ def list_jobs(
     model: Model = "",
 ) -> None:
     """List jobs, the newest first."""
-    given = {"status": status, "model": model}
-    query = {name: value for name, value in given.items() if value}
-    output.rows(client().items(_path(project), **query), *COLUMNS)
+    output.rows(client().items(_path(project), status=status, model=model), *COLUMNS)
 
 
 @app.command()
@@ -161,12 +159,12 @@ def reprocess(
     model: Model = "",
 ) -> None:
     """Queue dead letters again: first a sample, then all."""
-    body: dict[str, Any] = {"sample": sample} if sample else {"all": True}
-    body |= {"force": force, **({"model": model} if model else {})}
+    body = {"sample": sample or None, "all": not sample, "force": force, "model": model or None}
     output.record(client().post(f"{_path(project)}/dlq/reprocess", body))
 
 
 @app.command()
+@failures.logged()
 def worker(
     model: Annotated[
         list[str] | None,
@@ -197,32 +195,27 @@ def worker(
     Needs the service's database, not its API; with --pool-token, the API (--api) and no database.
     Several may run.
     """
-    with failures.logged():
-        _work(model or [], memory, drain, pool_token and pool_token.absolute(), models)
-
-
-def _work(
-    words: list[str], memory: int, drain: float, pool_token: Path | None, folder: Path | None
-) -> None:
     from reconciler import logs
     from reconciler.pools import processes
     from reconciler.pools.child import Runner, parse
     from reconciler.pools.worker import Worker
     from reconciler.settings import Settings
 
-    if folder is not None:
+    words = model or []
+    token = pool_token and pool_token.absolute()
+    if models is not None:
         # Functions are imported from there.
-        os.chdir(folder)
+        os.chdir(models)
         targets = processes.models(Path.cwd())
         words = [word if "=" in word else f"{word}={targets.get(word, '')}" for word in words]
-    models = parse(words)
+    served = parse(words)
     settings = Settings()
     logs.configure(settings)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
-    with _queue(settings, sorted(models), stopping, pool_token) as queue:
-        Worker(queue, Runner(models, memory), stopping, drain_s=drain).run()
+    with _queue(settings, sorted(served), stopping, token) as queue:
+        Worker(queue, Runner(served, memory), stopping, drain_s=drain).run()
 
 
 @contextmanager
@@ -234,7 +227,7 @@ def _queue(
         from reconciler.pools.api_queue import ApiQueue
 
         remedy = "save what `gpuaas pools token POOL` prints there"
-        yield ApiQueue(current().safe_url, partial(secret, pool_token, remedy), models, stopping)
+        yield ApiQueue(current().url, partial(secret, pool_token, remedy), models, stopping)
         return
     from reconciler.cli.service import open_unmigrated
     from reconciler.pools import hints

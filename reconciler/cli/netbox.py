@@ -21,19 +21,19 @@ _WAIT_S = 600.0
 @app.command()
 def diff(reason: Reason = "") -> None:
     """Compare NetBox with the records, and list the differences with their reasons."""
-    _show(asked("netbox", "diff", reason))
+    show_reading(asked("netbox", "diff", reason), "devices")
 
 
 @app.command()
 def sync(reason: Reason = "") -> None:
     """Add new devices as nodes and write slots and state into NetBox; list what is left."""
-    _show(asked("netbox", "sync", reason))
+    show_reading(asked("netbox", "sync", reason), "devices")
 
 
 @app.command()
 def show() -> None:
     """Show the last comparison."""
-    _show(client().get("/admin/netbox"))
+    show_reading(client().get("/admin/netbox"), "devices")
 
 
 def asked(service: str, verb: str, reason: str) -> output.Record:
@@ -58,10 +58,6 @@ def asked(service: str, verb: str, reason: str) -> output.Record:
                 f" `gpuaas {service} show`",
             )
         time.sleep(0.5)
-
-
-def _show(reading: output.Record) -> None:
-    show_reading(reading, "devices")
 
 
 def show_reading(reading: output.Record, objects: str) -> None:

@@ -15,6 +15,7 @@ from reconciler.cli.options import Reason, Yes, confirm, read_json, with_options
 from reconciler.cli.session import client
 from reconciler.model.approval import approval_of
 from reconciler.model.errors import Problem
+from reconciler.model.states import LIVE_ALLOCATIONS
 
 app = typer.Typer(no_args_is_help=True, help="Machines: add, prepare, prove, sell.")
 
@@ -56,7 +57,6 @@ class NodeFields:
 def add(node: Node, **fields: Any) -> None:
     """Add a machine. It is trusted only after its userdata has enrolled it."""
     body = fields | {"id": node, "maas_tags": maas_tags(fields["maas_tags"])}
-    body["name"] = body["name"] or node
     output.record(client().post("/admin/nodes", body))
 
 
@@ -457,7 +457,7 @@ def _post(node: str, verb: str, reason: str) -> None:
 def _remaining(node: str) -> Iterator[str]:
     """The allocations and slots that keep a drained node from maintenance."""
     occupied = False
-    for state in ("requested", "provisioning", "active", "releasing"):
+    for state in LIVE_ALLOCATIONS:
         for row in client().items("/admin/allocations", node_id=node, state=state):
             occupied = True
             yield f"still on it: allocation {row['id']} of project {row['project_id']}, {state}"

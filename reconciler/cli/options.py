@@ -84,6 +84,20 @@ def confirm(question: str, *, instead: str = "--yes") -> None:
         raise typer.Abort
 
 
+def read_text(file: Path, expected: str, remedy: str) -> str:
+    """The text in an operator's file; Problem `file_invalid`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        found = getattr(error, "strerror", None) or "no text"
+        raise file_invalid(file, found, expected, remedy) from error
+
+
+def file_invalid(file: Path, found: str | None, expected: str, remedy: str) -> Problem:
+    """The refusal of an operator's file."""
+    return Problem("file_invalid", 422, expected=expected, found=f"{file}: {found}", remedy=remedy)
+
+
 def read_json(file: Path, code: str, expected: str, remedy: str) -> Any:
     """The JSON document in an operator's file; Problem `code` when it cannot be read."""
     try:

@@ -49,13 +49,12 @@ def list_pools(
 ) -> None:
     """List pools, the largest first: memory of all their workers in use, and the limit of each."""
     live = None if every else True
-    query = {"live": True} if live else {}
     if project:
         path = f"/projects/{project}/pools"
-        own = _list_of(project, live) if direct else client().items(path, **query)
+        own = _list_of(project, live) if direct else client().items(path, live=live)
         output.rows(own, *PROJECT_COLUMNS, "allocation_id")
         return
-    pools = _list(live) if direct else list(client().items("/pools", **query))
+    pools = _list(live) if direct else list(client().items("/pools", live=live))
     pools.sort(key=lambda pool: pool["memory_bytes"], reverse=True)
     output.rows(pools, *COLUMNS)
 
@@ -290,7 +289,7 @@ def _act(reason: str) -> Act:
     from reconciler.model.act import Act
 
     # Who can open the database may do everything that the API may.
-    return Act(f"direct:{getpass.getuser()}", reason or "gpuaas pools --direct")
+    return Act(f"direct:{getpass.getuser()}", reason)
 
 
 def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> list[dict[str, Any]]:
@@ -298,6 +297,7 @@ def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> lis
     command itself if no service runs here, and at their deadline in any case; those of others by
     theirs. The end of pools whose workers use the API is recorded here, once these hold no jobs.
     """
+    from reconciler.db import rows
     from reconciler.db.engine import reading, retrying
     from reconciler.db.schema import Pool
     from reconciler.pools import remote
@@ -309,9 +309,11 @@ def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> lis
         supervisor = Supervisor(settings, engine, only=frozenset(ids))
 
         def current(conn: Connection) -> list[Pool]:
-            from reconciler.db import rows
-
             return [rows.get(conn, Pool, id) for id in ids]
+
+        def living() -> list[Pool]:
+            with reading(engine) as conn:
+                return [pool for pool in current(conn) if pool.state in LIVE_POOLS]
 
         shown: set[tuple[str, str]] = set()
         while True:
@@ -319,8 +321,7 @@ def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> lis
                 if lock is not None:
                     supervisor.tend()
             _expire(engine, ids, act)
-            with reading(engine) as conn:
-                left = [pool for pool in current(conn) if pool.state in LIVE_POOLS]
+            left = living()
             here = [pool for pool in left if pool.host_id == supervisor.host_id]
             if not here:
                 break
@@ -328,8 +329,7 @@ def _directly(work: Callable[[Connection, Act], list[Pool]], reason: str) -> lis
             time.sleep(_LOOK_S)
         if any(pool.host_id in APART for pool in left):
             retrying(engine, remote.tend)
-            with reading(engine) as conn:
-                left = [pool for pool in current(conn) if pool.state in LIVE_POOLS]
+            left = living()
         for pool in left:
             rest = f"ended by the service on its host {pool.host_id}"
             if pool.host_id in APART:

@@ -156,5 +156,4 @@ def add(
     ] = "",
 ) -> None:
     """Add a project. Commands accept its name as well as its id."""
-    body = {"name": name} | ({"id": key} if key else {})
-    output.record(client().post("/admin/projects", body))
+    output.record(client().post("/admin/projects", {"name": name, "id": key or None}))

@@ -97,9 +97,7 @@ def _follow(case: Record) -> dict[str, Any]:
 def _failure(case: Record) -> Problem | None:
     """Why it has failed, or what a person must do before it goes on."""
     if case["state"] == "failed":
-        error = case["failure"]
-        parts = {part: error[part] for part in ("expected", "found", "remedy")}
-        return Problem(error["code"], **parts)
+        return Problem(**case["failure"])
     wait = case["waits_for"] or {}
     if not wait.get("remedy"):
         return None

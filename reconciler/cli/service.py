@@ -36,6 +36,7 @@ _LOGIN_S = 12 * 3600
 
 
 @commands.command()
+@failures.logged()
 def serve(
     api_only: Annotated[
         bool, typer.Option("--api-only", help="Leave tasks and loops to `gpuaas worker`.")
@@ -46,22 +47,128 @@ def serve(
     ] = False,
 ) -> None:
     """Run the API, its workers and the loops until interrupted. Runs on hosts outlive it."""
-    with failures.logged():
-        run_server(api_only=api_only, login=login)
+    import uvicorn
+
+    from reconciler import logs
+    from reconciler.api.app import create_app
+    from reconciler.api.health import create_operator_app
+    from reconciler.console.app import mount
+    from reconciler.console.session import of_socket
+    from reconciler.gateway import web
+    from reconciler.service import listeners, process
+    from reconciler.settings import Settings
+
+    class Server(uvicorn.Server):
+        words: Sequence[str] = ()
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            # Last, and no lines of the log, which others may read: they have a token.
+            for text in self.words:
+                output.line(text)
+
+    settings = Settings()
+    logs.configure(settings)
+    with listeners.api_sockets(settings) as sockets:
+        engine, revision = open_migrated(settings)
+        process.adopt(settings, engine)
+        process.adopt_issuer(settings, engine)
+        app = web.mount(mount(create_app(settings, engine), examine=_examine), of_socket)
+        operators = create_operator_app(settings, engine)
+        # /readyz of this process answers for the whole site.
+        app.state.needed = operators.state.needed = process.NEEDED
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            # Frames of terminals. A compressed frame could be much larger than it seems.
+            ws_max_size=web.FRAME,
+            ws_per_message_deflate=False,
+        )
+        server = Server(config)
+        # uvicorn stops at a signal and then raises it again. Without this handler the process would
+        # end there, and its tasks would wait until their leases expire.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: sys.exit(0))
+        try:
+            with (
+                listeners.serve_operators(settings, operators),
+                process.running(settings, engine, api=True, work=not api_only),
+            ):
+                urls = [f"http://{listeners.host_port(item.getsockname()[:2])}" for item in sockets]
+                public = settings.public_url.rstrip("/")
+                others = f", for others at {public}" if public not in ("", *urls) else ""
+                log.info("database at %s, API on %s%s", revision, " and ".join(urls), others)
+                console = f"console on {public or urls[0]}/console"
+                if login:
+                    server.words = [console, f"log in with {_login(engine)}"]
+                else:
+                    log.info(console)
+                # Its sockets take connections already.
+                process.announce()
+                server.run(sockets)
+        finally:
+            engine.dispose()
 
 
 @commands.command()
+@failures.logged()
 def worker() -> None:
     """Run tasks without an API. Several workers may run, on one machine or more."""
-    with failures.logged():
-        run_worker()
+    # Loads no web framework, because a site may run many workers.
+    from reconciler import logs
+    from reconciler.service import process
+    from reconciler.settings import Settings
+
+    settings = Settings()
+    logs.configure(settings)
+    if not settings.workers:
+        raise Problem(
+            "workers_missing",
+            400,
+            expected="GPUAAS_WORKERS of at least 1 for a worker",
+            found="0",
+            remedy="set it, or run `gpuaas serve --api-only` here",
+        )
+    engine, revision = open_migrated(settings)
+    process.adopt(settings, engine)
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        with process.running(settings, engine, api=False, work=True):
+            log.info("database at %s, %d tasks at a time", revision, settings.workers)
+            process.announce()
+            stopping.wait()
+    finally:
+        engine.dispose()
 
 
 @commands.command()
+@failures.logged()
 def gateway() -> None:
     """Run the SSH gateway for tenants. Several may run, each with keys of `gateway-trust`."""
-    with failures.logged():
-        run_gateway()
+    import asyncio
+
+    from reconciler import logs
+    from reconciler.backup import refuse_unfinished_restore
+    from reconciler.db.engine import open_existing, reading
+    from reconciler.gateway import role, server
+    from reconciler.service import process
+    from reconciler.settings import Settings
+
+    settings = Settings()
+    logs.configure(settings)
+    refuse_unfinished_restore(settings)
+    with open_existing(settings) as engine:
+        with reading(engine) as conn:
+            role.require_least(conn)
+        require_current(engine)
+        trust = process.adopt_gateway(settings, engine)
+        with process.running(settings, engine, gateway=True):
+            asyncio.run(server.serve(settings, engine, trust, process.announce))
 
 
 @commands.command("gateway-trust")
@@ -146,10 +253,10 @@ def gateway_role(
 
 
 @commands.command()
+@failures.logged()
 def migrate() -> None:
     """Bring the database to this version's schema."""
-    with failures.logged():
-        engine, revision = open_migrated()
+    engine, revision = open_migrated()
     engine.dispose()
     output.line(f"database at {revision}")
 
@@ -239,132 +346,11 @@ def check() -> None:
         raise typer.Exit(1)
 
 
-def run_server(*, api_only: bool, login: bool = False) -> None:
-    """Serve the API and the operators' listener, with workers and loops, until a signal."""
-    import uvicorn
-
-    from reconciler import logs
-    from reconciler.api.app import create_app
-    from reconciler.api.health import create_operator_app
-    from reconciler.console.app import mount
-    from reconciler.console.session import of_socket
-    from reconciler.gateway import web
-    from reconciler.service import listeners, process
-    from reconciler.settings import Settings
-
-    class Server(uvicorn.Server):
-        words: Sequence[str] = ()
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            # Last, and no lines of the log, which others may read: they have a token.
-            for text in self.words:
-                output.line(text)
-
-    settings = Settings()
-    logs.configure(settings)
-    with listeners.api_sockets(settings) as sockets:
-        engine, revision = open_migrated(settings)
-        process.adopt(settings, engine)
-        process.adopt_issuer(settings, engine)
-        app = web.mount(mount(create_app(settings, engine), examine=_examine), of_socket)
-        operators = create_operator_app(settings, engine)
-        # /readyz of this process answers for the whole site.
-        app.state.needed = operators.state.needed = process.NEEDED
-        config = uvicorn.Config(
-            app,
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=GRACE_S,
-            # Frames of terminals. A compressed frame could be much larger than it seems.
-            ws_max_size=web.FRAME,
-            ws_per_message_deflate=False,
-        )
-        server = Server(config)
-        # uvicorn stops at a signal and then raises it again. Without this handler the process would
-        # end there, and its tasks would wait until their leases expire.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: sys.exit(0))
-        try:
-            with (
-                listeners.serve_operators(settings, operators),
-                process.running(settings, engine, api=True, work=not api_only),
-            ):
-                log.info("database at %s, API on %s", revision, _listening(settings, sockets))
-                console = f"console on {_url(settings, sockets)}/console"
-                if login:
-                    server.words = [console, f"log in with {_login(engine)}"]
-                else:
-                    log.info(console)
-                # Its sockets take connections already.
-                process.announce()
-                server.run(sockets)
-        finally:
-            engine.dispose()
-
-
 def _examine(allocation_id: str = "") -> list[dict[str, str]]:
     # Loaded when an operator asks for it.
     from reconciler.doctor.examine import examine
 
     return examine(allocation_id)
-
-
-def run_worker() -> None:
-    """Run tasks, and the site's loops while this process leads, until SIGINT or SIGTERM.
-
-    Loads no web framework, because a site may run many workers.
-    """
-    from reconciler import logs
-    from reconciler.service import process
-    from reconciler.settings import Settings
-
-    settings = Settings()
-    logs.configure(settings)
-    if not settings.workers:
-        raise Problem(
-            "workers_missing",
-            400,
-            expected="GPUAAS_WORKERS of at least 1 for a worker",
-            found="0",
-            remedy="set it, or run `gpuaas serve --api-only` here",
-        )
-    engine, revision = open_migrated(settings)
-    process.adopt(settings, engine)
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
-    try:
-        with process.running(settings, engine, api=False, work=True):
-            log.info("database at %s, %d tasks at a time", revision, settings.workers)
-            process.announce()
-            stopping.wait()
-    finally:
-        engine.dispose()
-
-
-def run_gateway() -> None:
-    """Forward tenants' SSH connections until SIGINT or SIGTERM."""
-    import asyncio
-
-    from reconciler import logs
-    from reconciler.backup import refuse_unfinished_restore
-    from reconciler.db.engine import open_existing, reading
-    from reconciler.gateway import role, server
-    from reconciler.service import process
-    from reconciler.settings import Settings
-
-    settings = Settings()
-    logs.configure(settings)
-    refuse_unfinished_restore(settings)
-    with open_existing(settings) as engine:
-        with reading(engine) as conn:
-            role.require_least(conn)
-        require_current(engine)
-        trust = process.adopt_gateway(settings, engine)
-        with process.running(settings, engine, gateway=True):
-            asyncio.run(server.serve(settings, engine, trust, process.announce))
 
 
 def open_migrated(settings: Settings | None = None) -> tuple[Engine, str]:
@@ -459,22 +445,3 @@ def _login(engine: Engine) -> str:
     act = Act("admin:console", "gpuaas serve --login", role=Role.PLATFORM_ADMIN)
     with transaction(engine) as conn:
         return tokens.issue(conn, act, role=Role.PLATFORM_ADMIN, name="console", ttl_s=_LOGIN_S)[1]
-
-
-def _url(settings: Settings, sockets: list[socket.socket]) -> str:
-    """The address under which people open the console."""
-    from reconciler.service.listeners import host_port
-
-    listening = f"http://{host_port(sockets[0].getsockname()[:2])}"
-    return (settings.public_url or listening).rstrip("/")
-
-
-def _listening(settings: Settings, sockets: list[socket.socket]) -> str:
-    """The addresses that it listens on, and the public URL if it differs."""
-    from reconciler.service.listeners import host_port
-
-    urls = [f"http://{host_port(item.getsockname()[:2])}" for item in sockets]
-    text = " and ".join(urls)
-    if settings.public_url and settings.public_url.rstrip("/") not in urls:
-        return f"{text}, for others at {settings.public_url}"
-    return text

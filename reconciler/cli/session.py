@@ -40,20 +40,16 @@ class Session:
             "set GPUAAS_TOKEN_FILE to the file with your token; an operator makes one on the"
             " service's machine with `gpuaas token create --role platform-admin --name YOU --save`"
         )
-        return Client(self.safe_url, secret(file, remedy))
-
-    @property
-    def safe_url(self) -> str:
-        """Address of the service to which a token may travel; Problem `api_without_tls`."""
-        if self.api:
-            # The service of this machine is reached without a network, whatever address it has.
-            _require_private(self.api)
-        return self.url
+        return Client(self.url, secret(file, remedy))
 
     @cached_property
     def url(self) -> str:
-        """Address of the service."""
-        return self.api or local_api()
+        """Address of the service, to which a token may travel; Problem `api_without_tls`."""
+        if not self.api:
+            # Reached without a network, whatever address it has.
+            return local_api()
+        _require_private(self.api)
+        return self.api
 
 
 def _require_private(url: str) -> None:

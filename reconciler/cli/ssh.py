@@ -12,7 +12,7 @@ import typer
 
 from reconciler.cli import output
 from reconciler.cli.allocations import Allocation, Project, allocation_id, public_key
-from reconciler.cli.options import Reason
+from reconciler.cli.options import Reason, file_invalid
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
 
@@ -32,11 +32,8 @@ def ssh(
     context: typer.Context, allocation: Allocation, project: Project, key: Identity = None
 ) -> None:
     """Log in to a machine, or run a command: `gpuaas ssh ALLOCATION [SSH OPTIONS] [-- COMMAND]`."""
-    id = allocation_id(project, allocation)
-    file = _folder() / f"{id}.conf"
-    _write(file, _config(id, project, key))
+    words = [*_ssh(allocation_id(project, allocation), project, key), *context.args]
     sys.stdout.flush()
-    words = ["ssh", "-F", str(file), id, *context.args]
     try:
         os.execvp(words[0], words)  # noqa: S606 - the words are no text of a shell
     except FileNotFoundError:
@@ -69,9 +66,7 @@ def terminal(
     id = allocation_id(project, allocation)
     path = f"/projects/{project}/allocations/{id}/terminal"
     document = client().put(path, {"enabled": not off})
-    file = _folder() / f"{id}.conf"
-    _write(file, _config(id, project, key))
-    words = ["ssh", "-F", str(file), id, "sudo", "sh"]
+    words = [*_ssh(id, project, key), "sudo", "sh"]
     done = subprocess.run(words, input=document["script"], text=True, check=False)
     if done.returncode:
         raise Problem(
@@ -104,13 +99,8 @@ def replay(
     try:
         number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise Problem(
-            "file_invalid",
-            422,
-            expected="a new file, in a folder that exists",
-            found=f"{file}: {error.strerror}",
-            remedy="name another file",
-        ) from error
+        expected = "a new file, in a folder that exists"
+        raise file_invalid(file, error.strerror, expected, "name another file") from error
     with os.fdopen(number, "w", encoding="utf-8") as handle:
         try:
             document = client().post(f"/admin/ssh-sessions/{session}/replay", {"reason": reason})
@@ -173,9 +163,16 @@ def _keys(project: str) -> str:
     return f"/projects/{project}/ssh-keys"
 
 
+def _ssh(id: str, project: str, key: Path | None) -> list[str]:
+    """The command that reaches a machine, without the words that follow."""
+    file = _folder() / f"{id}.conf"
+    _write(file, _config(id, project, key))
+    return ["ssh", "-F", str(file), id]
+
+
 def _config(id: str, project: str, key: Path | None) -> str:
     document = client().get(f"/projects/{project}/allocations/{id}")
-    known_hosts = _folder() / f"{document['id']}.known_hosts"
+    known_hosts = _folder() / f"{id}.known_hosts"
     text = config(document, known_hosts, key)
     _write(known_hosts, document["connection"]["known_hosts"])
     return text

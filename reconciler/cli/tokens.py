@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reconciler.cli import output
+from reconciler.cli.options import Reason
 from reconciler.cli.projects import project_id
 from reconciler.cli.session import client, current, default_token_file
 from reconciler.model.errors import Problem
@@ -78,7 +79,7 @@ def create_own(
     """Print a new token; it is not shown again. It has at most the rights of the token that you
     use, and ends with it.
     """
-    body = {"name": name, "ttl_s": days * 86_400} | ({"project_id": project} if project else {})
+    body = {"name": name, "ttl_s": days * 86_400, "project_id": project or None}
     _print(client().post("/tokens", body))
 
 
@@ -104,7 +105,7 @@ def list_sessions() -> None:
 @app.command("end-sessions")
 def end_sessions(
     actor: Annotated[str, typer.Argument(help="The person, as `gpuaas token sessions` says.")],
-    reason: Annotated[str, typer.Option(help="Kept in the audit log.")] = "",
+    reason: Reason = "",
 ) -> None:
     """End all sessions of a person in the console, with their terminals."""
     body = {"actor": actor, "reason": reason}

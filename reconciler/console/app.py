@@ -95,8 +95,7 @@ def mount(api: FastAPI, examine: operators.Examine | None = None) -> FastAPI:
         Route("/login/provider", partial(login.to_provider, api), methods=["GET"]),
         Route("/login/callback", partial(login.from_provider, api), methods=["GET"]),
         Route("/logout", partial(_logout, api), methods=["POST"]),
-        *(_route(api, path, page, admin=False) for path, page in SHARED.items()),
-        *(_route(api, path, page, admin=True) for path, page in OPERATORS.items()),
+        *(_route(api, path, page) for path, page in {**SHARED, **OPERATORS}.items()),
         *(_stream(api, path, read) for path, read in STREAMS.items()),
         Mount("/static", StaticFiles(directory=pages.HERE / "static")),
     ]
@@ -116,7 +115,7 @@ def mount(api: FastAPI, examine: operators.Examine | None = None) -> FastAPI:
     return api
 
 
-def _route(api: FastAPI, path: str, page: Page, *, admin: bool) -> Route:
+def _route(api: FastAPI, path: str, page: Page) -> Route:
     async def handle(request: Request) -> Response:
         guard.require_same_origin(request.method, request.headers)
         visit = await _visit(api, request)
@@ -126,7 +125,7 @@ def _route(api: FastAPI, path: str, page: Page, *, admin: bool) -> Route:
             asking = await login.ask_again(api, request)
             if asking is not None:
                 return asking
-        if admin and not visit.admin:
+        if path in OPERATORS and not visit.admin:
             raise HTTPException(404)
         if request.method == "POST":
             form = visit.form = await forms.read(request)

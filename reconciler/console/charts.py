@@ -208,11 +208,16 @@ def _memory(sample: Document, _before: Document, _s: float) -> Iterable[tuple[st
 
 
 def _gpus(
-    value: Callable[[Document], Value],
+    name: str, whole: str = ""
 ) -> Callable[[Document, Document, float], Iterable[tuple[str, Value]]]:
+    """A value of each GPU, or its share of another."""
+
     def read(sample: Document, _before: Document, _s: float) -> Iterable[tuple[str, Value]]:
         for gpu in (sample["guest"] or {}).get("gpus") or []:
-            yield f"GPU {gpu['index']}", value(gpu)
+            value = number(gpu.get(name))
+            if whole:
+                value = _share(value, number(gpu.get(whole)))
+            yield f"GPU {gpu['index']}", value
 
     return read
 
@@ -221,48 +226,24 @@ def _percent(value: float) -> str:
     return f"{value:.0f} %"
 
 
+def _per_second(value: float) -> str:
+    return f"{size(value)}/s"
+
+
 _KINDS = (
     _Kind("CPU", _percent, _cpu, top=100.0),
-    _Kind(
-        "GPU utilisation",
-        _percent,
-        _gpus(lambda gpu: number(gpu.get("utilisation_percent"))),
-        by_guest=True,
-        top=100.0,
-    ),
-    _Kind(
-        "Network",
-        lambda value: f"{size(value)}/s",
-        _rates(sent="sent_bytes", received="received_bytes"),
-    ),
-    _Kind(
-        "Disk",
-        lambda value: f"{size(value)}/s",
-        _rates(read="disk_read_bytes", written="disk_written_bytes"),
-    ),
+    _Kind("GPU utilisation", _percent, _gpus("utilisation_percent"), by_guest=True, top=100.0),
+    _Kind("Network", _per_second, _rates(sent="sent_bytes", received="received_bytes")),
+    _Kind("Disk", _per_second, _rates(read="disk_read_bytes", written="disk_written_bytes")),
     _Kind("Memory", _percent, _memory, by_guest=True, top=100.0),
     _Kind(
         "GPU memory",
         _percent,
-        _gpus(
-            lambda gpu: _share(
-                number(gpu.get("memory_used_bytes")), number(gpu.get("memory_total_bytes"))
-            )
-        ),
+        _gpus("memory_used_bytes", "memory_total_bytes"),
         by_guest=True,
         top=100.0,
     ),
-    _Kind(
-        "GPU temperature",
-        lambda value: f"{value:.0f} °C",
-        _gpus(lambda gpu: number(gpu.get("temperature_c"))),
-        by_guest=True,
-    ),
-    _Kind(
-        "GPU power",
-        lambda value: f"{value:.0f} W",
-        _gpus(lambda gpu: number(gpu.get("power_w"))),
-        by_guest=True,
-    ),
+    _Kind("GPU temperature", "{:.0f} °C".format, _gpus("temperature_c"), by_guest=True),
+    _Kind("GPU power", "{:.0f} W".format, _gpus("power_w"), by_guest=True),
 )
-_QUEUE = _Kind("Jobs that have not ended", lambda value: f"{value:.0f}", lambda *_: ())
+_QUEUE = _Kind("Jobs that have not ended", "{:.0f}".format, lambda *_: ())

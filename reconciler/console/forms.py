@@ -112,10 +112,6 @@ def _lines(texts: list[str]) -> list[str] | None:
     return lines or None
 
 
-def _documents(texts: list[str]) -> list[Any]:
-    return [_document([text]) for text in texts]
-
-
 def _document(texts: list[str]) -> Any:
     if not texts[-1].strip():
         return None
@@ -135,7 +131,7 @@ _KINDS: dict[str, Callable[[list[str]], Any]] = {
     "words": lambda texts: texts[-1].replace(",", " ").split() or None,
     "list": lambda texts: [text for text in texts if text] or None,
     "json": _document,
-    "jsons": _documents,
+    "jsons": lambda texts: [_document([text]) for text in texts],
     # An input of the kind datetime-local; the page says that it means UTC.
     "utc": lambda texts: f"{texts[-1]}Z" if texts[-1] else None,
 }

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from reconciler.console import charts, operators
 from reconciler.console.visit import Document, Visit
 from reconciler.model.approval import approval_of
-from reconciler.model.states import UNUSED_SLOTS
+from reconciler.model.states import LIVE_ALLOCATIONS, UNUSED_SLOTS
 
 
 async def add(visit: Visit) -> Response:
@@ -111,7 +111,7 @@ async def slot(visit: Visit) -> Response:
 async def _live_allocations(visit: Visit, node_id: str) -> list[Document]:
     """Allocations that keep the node from maintenance."""
     live: list[Document] = []
-    for state in ("requested", "provisioning", "active", "releasing"):
+    for state in LIVE_ALLOCATIONS:
         page = await visit.get("/admin/allocations", node_id=node_id, state=state)
         live += page["items"]
     return live

@@ -35,18 +35,12 @@ _TONES = {
     "bad": "cleanup_blocked unreachable failed evicted lost FAIL fail blocked error dead_letter",
 }
 _TONE = {word: tone for tone, words in _TONES.items() for word in words.split()}
-
-
-def _meanings() -> dict[str, str]:
-    """The sentence of each state. A word that several kinds of states share has none."""
-    sentences: dict[str, str] = {}
-    for kind in (states.NodeState, states.NodeMode, states.SlotState):
-        for member in kind:
-            sentences[member.value] = member.meaning
-    return sentences
-
-
-_MEANING = _meanings()
+# The sentence of each state of a node or a slot.
+_MEANING = {
+    member.value: member.meaning
+    for kind in (states.NodeState, states.NodeMode, states.SlotState)
+    for member in kind
+}
 
 
 def _state(word: Any) -> Markup:
@@ -129,6 +123,7 @@ def _environment() -> Environment:
         "new_key": lambda: str(uuid.uuid4()),
         "meaning": lambda word: _MEANING.get(str(word), ""),
         "scripts": (HTMX, SSE),
+        "states": states,
     }
     return environment
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from reconciler.console import charts
 from reconciler.console.visit import Document, Visit
 from reconciler.model.jobs import Mode
-from reconciler.model.pools import APART, PoolState, passed_percent
+from reconciler.model.pools import APART, LIVE_POOLS, PoolState, passed_percent
 from reconciler.model.states import NodeState
 
 _MIB = 1 << 20
@@ -46,6 +46,7 @@ async def show(visit: Visit) -> Response:
         "pool.html",
         pool=_measured(pool),
         meaning_=PoolState(pool["state"]).meaning,
+        living=pool["state"] in LIVE_POOLS,
         host=next((host for host in hosts if host["id"] == pool["host_id"]), None),
         changes=changes["items"],
     )

@@ -20,10 +20,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from reconciler.api.app import PREFIX
 from reconciler.api.http import CORRELATION_HEADER, correlation_id
 from reconciler.api.models import ID_LENGTH, ID_PATTERN
 from reconciler.api.security import SECRET, SESSION, Caller
+from reconciler.client import route
 from reconciler.console.forms import Form
 from reconciler.console.pages import render
 from reconciler.console.session import Identity, secret_of
@@ -31,8 +31,6 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 
 Document = dict[str, Any]
-# First parts of the operators' routes, which have no prefix.
-_BARE = ("health", "pools", "control", "status")
 # Browsers leave these characters of a form's fields as they are.
 _PAGE = re.compile(r"/console/(?!.*\.\.)[A-Za-z0-9._:/?=&%+*~-]*")
 
@@ -122,10 +120,10 @@ class Visit:
     async def _call(self, method: str, path: str, **options: Any) -> Document:
         headers = {CORRELATION_HEADER: correlation_id(self.request), **options.pop("headers", {})}
         transport = httpx.ASGITransport(app=self._as_visitor, raise_app_exceptions=False)
-        base = "http://console" + ("" if path.split("/")[1] in _BARE else PREFIX)
+        address = f"http://console{route(path)}"
         async with httpx.AsyncClient(transport=transport, trust_env=False) as client:
             try:
-                answer = await client.request(method, f"{base}{path}", headers=headers, **options)
+                answer = await client.request(method, address, headers=headers, **options)
             except httpx.InvalidURL as error:
                 raise Problem(
                     "request_invalid",

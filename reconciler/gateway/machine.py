@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 from weakref import WeakValueDictionary
 
 import asyncssh
@@ -24,7 +24,6 @@ from reconciler.trust.ca import (
     terminal_certificate,
 )
 
-T = TypeVar("T")
 Certify = Callable[[Trust, str, str], str]
 
 # Account on slice hosts (`plugins/module_utils/slice/_relay.py`).
@@ -83,16 +82,46 @@ class Machine:
 
     async def connect(self, end: End) -> None:
         """Connect an end to the machine's SSH server, or raise a Problem."""
-        await self._within(self._connect(end))
+        async with self._refusals():
+            grant = self._grant
+            if not grant.address:
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(lambda: end, grant.host, grant.port)
+            else:
+                host = await self._logged_in()
+                with self._opening():
+                    await host.create_connection(lambda: end, grant.address, SSH_PORT)
+            end.hold("opening")
+            self._ends = [*(other for other in self._ends if not other.lost), end]
+            self._require_open()
 
     async def log_in(self) -> asyncssh.SSHClientConnection:
         """Log in to the machine itself with a certificate of the gateway, or raise a Problem."""
-        return await self._within(self._log_in())
+        async with self._refusals():
+            host = await self._logged_in()
+            try:
+                guest = await self._met(host, [await self._certified(terminal_certificate)])
+            except asyncssh.PermissionDenied:
+                raise Problem(
+                    "terminal_refused_by_guest",
+                    502,
+                    expected="a machine that accepts the gateway's certificates",
+                    found="it refuses them: its certificate authority for terminals was removed, or"
+                    " is that of an earlier version",
+                    remedy="use `gpuaas ssh`, or write the files again: `gpuaas ssh-terminal`",
+                ) from None
+            self._guests = [*(other for other in self._guests if not other.is_closed()), guest]
+            self._require_open()
+            return guest
 
     async def greet(self) -> None:
         """Let the machine itself prove its host key, and log in to nothing; or raise a Problem."""
         try:
-            await self._within(self._greet())
+            async with self._refusals():
+                host = await self._logged_in()
+                with contextlib.suppress(asyncssh.PermissionDenied):
+                    guest = await self._met(host, None)
+                    guest.abort()
         finally:
             self.close()
 
@@ -105,10 +134,12 @@ class Machine:
         except TimeoutError:
             raise _problem("machine_silent", f"no answer in {self._timeout_s:g} s") from None
 
-    async def _within(self, work: Awaitable[T]) -> T:
+    @contextlib.asynccontextmanager
+    async def _refusals(self) -> AsyncIterator[None]:
+        """Whatever keeps the gateway from the machine, as a Problem."""
         try:
             async with self.in_time():
-                return await work
+                yield
         except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed):
             raise Problem(
                 "host_not_proven",
@@ -132,19 +163,6 @@ class Machine:
             raise _problem("machine_refused" if closed else "relay_refused", actual) from None
         except (OSError, asyncssh.Error):
             raise _problem("host_unreachable", "the connection failed") from None
-
-    async def _connect(self, end: End) -> None:
-        grant = self._grant
-        if not grant.address:
-            loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: end, grant.host, grant.port)
-        else:
-            host = await self._logged_in()
-            with self._opening():
-                await host.create_connection(lambda: end, grant.address, SSH_PORT)
-        end.hold("opening")
-        self._ends = [*(other for other in self._ends if not other.lost), end]
-        self._require_open()
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[None]:
@@ -201,29 +219,6 @@ class Machine:
         lean(host)
         heed(host, lambda: [end.peer for end in self._ends], "host")
         return host
-
-    async def _greet(self) -> None:
-        host = await self._logged_in()
-        with contextlib.suppress(asyncssh.PermissionDenied):
-            guest = await self._met(host, None)
-            guest.abort()
-
-    async def _log_in(self) -> asyncssh.SSHClientConnection:
-        host = await self._logged_in()
-        try:
-            guest = await self._met(host, [await self._certified(terminal_certificate)])
-        except asyncssh.PermissionDenied:
-            raise Problem(
-                "terminal_refused_by_guest",
-                502,
-                expected="a machine that accepts the gateway's certificates",
-                found="it refuses them: its certificate authority for terminals was removed, or is"
-                " that of an earlier version",
-                remedy="use `gpuaas ssh`, or write the files again: `gpuaas ssh-terminal`",
-            ) from None
-        self._guests = [*(other for other in self._guests if not other.is_closed()), guest]
-        self._require_open()
-        return guest
 
     async def _met(
         self, host: asyncssh.SSHClientConnection, login: list[Any] | None

@@ -209,10 +209,7 @@ def require_least(conn: sa.Connection) -> None:
     """
     if conn.dialect.name != "postgresql":
         return
-    expected = {
-        *((table, column, right) for table, column, right in _expected()),
-        *((sequence, "", "USAGE") for sequence in _SEQUENCES),
-    }
+    expected = {*_expected(), *((sequence, "", "USAGE") for sequence in _SEQUENCES)}
     actual = set(map(tuple, conn.execute(_RIGHTS)))
     excess = [*conn.execute(_ROLE).scalars(), *_missing_rules(conn)]
     excess += sorted(f"{right} of {_name(*where)}" for *where, right in actual - expected)

@@ -223,7 +223,13 @@ class Browser(Session):
             lambda conn: terminals.take(conn, frame.ticket, self._holder)
         )
         if ticket is None:
-            raise _refusal("ticket_refused")
+            raise Problem(
+                "ticket_refused",
+                403,
+                expected="an unused ticket of this session, and room for it",
+                found="ticket refused",
+                remedy=ENDS["ticket_refused"][1],
+            )
         grant = await self._let_in(ticket)
         heard: asyncio.Queue[_Frame | bytes] = asyncio.Queue(_HEARD)
         # Also while the machine is silent, and while it takes no input: the page may go.
@@ -362,16 +368,6 @@ def _frame(message: Mapping[str, Any], event: str) -> _Frame | bytes:
     if frame.event != event:
         raise _End("frame_refused")
     return frame
-
-
-def _refusal(code: str) -> Problem:
-    return Problem(
-        code,
-        403,
-        expected="an unused ticket of this session, and room for it",
-        found=code.replace("_", " "),
-        remedy=ENDS[code][1],
-    )
 
 
 def _audit(conn: Connection, session_id: str, grant: Grant) -> None:

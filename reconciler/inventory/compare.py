@@ -9,13 +9,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_interface
-from typing import Any
+from ipaddress import (
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_address,
+    ip_interface,
+)
+from typing import Any, ClassVar
 
 from reconciler.inventory.expected import (
     ALLOCATION,
     DEVICE_FIELDS,
-    LIVE,
     MACHINE_FIELDS,
     SEAL,
     ExpectedMachine,
@@ -45,15 +51,14 @@ from reconciler.model.hardware import (
     serial_number,
     serial_of,
 )
-from reconciler.model.states import AllocationState
-from reconciler.model.storable import printable
+from reconciler.model.states import LIVE_ALLOCATIONS, AllocationState
+from reconciler.model.storable import shown
 
 Networks = Mapping[int, Sequence[IPv4Network | IPv6Network]]
-_NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LONGEST = 200
 # Names in a finding; more would be cut off.
-_MOST_NAMES = 20
+MOST_NAMES = 20
 _SYNC = "`gpuaas netbox sync` writes it"
 _HAND_OVER = f"put the old value back, or empty {SEAL} to have the values of the records written"
 
@@ -102,10 +107,30 @@ class Inventory:
 
 
 @dataclass
-class Comparison:
+class Findings:
+    """What a comparison found. SERVICE: with what the codes begin."""
+
+    SERVICE: ClassVar[str]
+    findings: list[Finding] = field(default_factory=list)
+
+    def note(
+        self,
+        code: str,
+        subject: str,
+        expected: object,
+        found: object,
+        remedy: str,
+        action: str = "",
+    ) -> None:
+        texts = (shown(subject), shown(expected), shown(found), shown(remedy))
+        self.findings.append(Finding(f"{self.SERVICE}_{code}", *texts, action))
+
+
+@dataclass
+class Comparison(Findings):
     """Findings, and what a sync does about those with an action."""
 
-    findings: list[Finding] = field(default_factory=list)
+    SERVICE = "netbox"
     new_nodes: list[NewNode] = field(default_factory=list)
     devices: list[tuple[ExpectedNode, Device]] = field(default_factory=list)
     created: list[tuple[ExpectedMachine, Device]] = field(default_factory=list)
@@ -122,18 +147,6 @@ class Comparison:
     twins: list[str] = field(default_factory=list)
     # Facts about its device that each node keeps (see `_known`), by node id.
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def note(
-        self,
-        code: str,
-        subject: str,
-        expected: object,
-        found: object,
-        remedy: str,
-        action: str = "",
-    ) -> None:
-        texts = (shown(subject), shown(expected), shown(found), remedy)
-        self.findings.append(Finding(f"netbox_{code}", *texts, action))
 
 
 def compare(
@@ -170,13 +183,13 @@ def compare(
     usable = {id: device for id, device in pairs.items() if device.id not in contradictory}
     result.known = {id: _known(device) for id, device in usable.items() if " " not in id}
     if _has_fields(result, netbox.machines, MACHINE_FIELDS):
-        shown, released = _machines(result, machines, netbox.machines, usable)
+        slices, released = _machines(result, machines, netbox.machines, usable)
         # If the networks cannot be read, a machine with interfaces is not deleted, because their
         # number differs from the expected 0.
         for parts in parts_of(released, netbox.slice_network or Network()):
             _stale(result, parts)
         if netbox.slice_network is not None:
-            _networks(result, shown, netbox.slice_network)
+            _networks(result, slices, netbox.slice_network)
             _left(result, nodes, netbox.slice_network)
     return result
 
@@ -274,7 +287,7 @@ def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[in
         if serial and len(of_serial[serial]) > 1:
             result.note(
                 *("serial_twice", subject, f"serial number {serial} at one device"),
-                ", ".join(of_serial[serial][:_MOST_NAMES]),
+                ", ".join(of_serial[serial][:MOST_NAMES]),
                 "correct the serial numbers in NetBox",
             )
             yield device.id
@@ -334,8 +347,8 @@ def _intent(result: Comparison, expected: ExpectedNode, device: Device, networks
                 *("intent_differs", subject, f"{name} {intended}, as in NetBox", actual),
                 "convert or change the node (`gpuaas nodes convert|change`), or correct NetBox",
             )
-    address = _address(device)
-    if address and _is_ip(node.address) and ip_address(node.address) != ip_address(address):
+    address, current = _address(device), parsed(node.address)
+    if address and current and current != ip_address(address):
         result.note(
             *("address_differs", subject, f"{address}, the primary IPv4 in NetBox", node.address),
             "change the node's address (`gpuaas nodes change`), or correct NetBox",
@@ -391,7 +404,7 @@ def _new_node(
             *("node_unknown", subject, "no gpuaas_node_id, or that of a node", written),
             "leave it if another service has the machine; else empty the gpuaas fields in NetBox",
         )
-    if not _NODE_ID.fullmatch(name):
+    if not NODE_ID.fullmatch(name):
         result.note("name_invalid", subject, "a name of a-z, 0-9 and -", name or "none", remedy)
     if not _REGION.fullmatch(device.site.slug):
         result.note(
@@ -443,7 +456,7 @@ def _outside(result: Comparison, device: Device, networks: Networks) -> bool:
     result.note(
         *("address_outside", f"device {device_name(device)}"),
         f"an address in the networks of the site {device.site.slug}:"
-        f" {', '.join(map(str, near[:_MOST_NAMES]))}",
+        f" {', '.join(map(str, near[:MOST_NAMES]))}",
         *(text, "correct the primary IPv4 address, or add the network to the site"),
     )
     return True
@@ -458,7 +471,7 @@ def _machines(
     """Compare virtual machines; returns the slices that NetBox shows, or will show, and the
     released ones that it still shows.
     """
-    shown: list[tuple[ExpectedMachine, Machine | None]] = []
+    slices: list[tuple[ExpectedMachine, Machine | None]] = []
     released: list[tuple[ExpectedMachine, Machine]] = []
     of_allocation: dict[object, list[Machine]] = {}
     for machine in machines:
@@ -477,12 +490,12 @@ def _machines(
             released.append((slice_, existing[0]))
         elif existing and device:
             if _machine(result, slice_, existing[0], device):
-                shown.append((slice_, existing[0]))
-        elif not existing and device and slice_.state in LIVE:
+                slices.append((slice_, existing[0]))
+        elif not existing and device and slice_.state in LIVE_ALLOCATIONS:
             text = f"a virtual machine on {device_name(device)}, {slice_.status}"
             result.note("machine_missing", slice_.name, text, "none", _SYNC, "create")
             result.created.append((slice_, device))
-            shown.append((slice_, None))
+            slices.append((slice_, None))
     for machine in (row for rows in of_allocation.values() for row in rows):
         result.note(
             *("machine_unknown", f"virtual machine {machine.name}"),
@@ -490,16 +503,16 @@ def _machines(
             machine.custom_fields.get(ALLOCATION) or "none",
             f"leave it if another service has the slice; else delete it, or remove {MANAGED}",
         )
-    return shown, released
+    return slices, released
 
 
 def _networks(
-    result: Comparison, shown: Sequence[tuple[ExpectedMachine, Machine | None]], network: Network
+    result: Comparison, slices: Sequence[tuple[ExpectedMachine, Machine | None]], network: Network
 ) -> None:
-    for parts in parts_of(shown, network):
+    for parts in parts_of(slices, network):
         slice_ = parts.slice
         if not slice_.holds:
-            if slice_.state not in LIVE and parts.interface is not None:
+            if slice_.state not in LIVE_ALLOCATIONS and parts.interface is not None:
                 _stale_network(result, parts, parts.interface)
             continue
         text = f"{slice_.mac}, {slice_.address} in the VRF {vrf_name(slice_.node_id)}"
@@ -566,12 +579,6 @@ def device_name(device: Device) -> str:
     return shown(device.name or f"number {device.id}")
 
 
-def shown(value: object) -> str:
-    """A value for display. Texts of NetBox may be long or contain unprintable characters."""
-    text = printable(str(value))
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
 def _listed(names: Sequence[str], values: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {values.get(name)!r:.60}" for name in names)
 
@@ -612,9 +619,9 @@ def _ip(row: Address | None) -> str:
     return str(address)
 
 
-def _is_ip(text: str) -> bool:
+def parsed(text: str) -> IPv4Address | IPv6Address | None:
+    """The address; None for another text, such as a name."""
     try:
-        ip_address(text)
+        return ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None

@@ -16,6 +16,7 @@ from reconciler.db import clock, rows
 from reconciler.db import settings as site_settings
 from reconciler.db.schema import Node, allocations, claims, nodes, parities, slots
 from reconciler.model.states import (
+    LIVE_ALLOCATIONS,
     LIVE_CLAIMS,
     AllocationState,
     CapacityShape,
@@ -53,7 +54,6 @@ _STATUS = {
     AllocationState.RELEASING: "decommissioning",
     AllocationState.FAILED: "failed",
 }
-LIVE = tuple(state for state in _STATUS if state != AllocationState.FAILED)
 _AT_ONCE = 500
 _SEAL = re.compile("[0-9a-f]{32}")
 
@@ -144,7 +144,9 @@ def read_machines(conn: sa.Connection, shown: Collection[str]) -> list[ExpectedM
     )
     shape = allocations.c.capacity_shape == CapacityShape.GPU_SLICE
     query = sa.select(*columns).where(shape)
-    by_id = {row.id: row for row in conn.execute(query.where(allocations.c.state.in_(LIVE)))}
+    by_id = {
+        row.id: row for row in conn.execute(query.where(allocations.c.state.in_(LIVE_ALLOCATIONS)))
+    }
     for some in _chunks(sorted(set(shown) - by_id.keys())):
         by_id |= {row.id: row for row in conn.execute(query.where(allocations.c.id.in_(some)))}
     of_slice = (

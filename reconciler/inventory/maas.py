@@ -46,15 +46,15 @@ WRONG_MACHINE = "maas_wrong_machine"
 _LOCKING, _UNLOCKING = "User locking node", "User unlocking node"
 # Oldest supported version; it has release scripts and workload annotations.
 LEAST = (3, 5)
-_NAMES = {
+_REFUSALS = {
     401: (
         "unauthorized",
-        "a valid API key, and clocks that differ by less than five minutes",
+        "a valid API key, and clocks that differ by less than five minutes,",
         "put a new key into the file, or correct the clock of this machine or of MAAS",
     ),
     403: (
         "forbidden",
-        "the right to do this; nobody may change a locked machine",
+        "the right to do this, which nobody has on a locked machine,",
         "use the key of an administrator, and unlock the machine in MAAS if that is meant",
     ),
     404: ("not_found", "an object that MAAS has", "look at it in MAAS"),
@@ -114,8 +114,10 @@ class Machine(BaseModel):
     hardware_info: _Hardware
     interface_set: list[_Interface] = Field(max_length=1000)
     workload_annotations: dict[str, Shown] = Field(default_factory=dict)
-    osystem: Shown = ""
     distro_series: Text = ""
+
+    def tagged(self, name: str) -> bool:
+        return name in self.tag_names
 
     @property
     def serial(self) -> str:
@@ -173,11 +175,11 @@ def maas_access(settings: Settings) -> MaasAccess:
 class Client(Conversation):
     """Requests of a pass over the machines, or of a step of a task."""
 
-    TITLE = "MAAS"
     # Shorter than a worker's lease of its task.
     DEADLINE_S, REQUEST_S = 25.0, 20.0
     # A machine with eight GPUs and its disks is about 100 KB.
     LARGEST = 64 << 20
+    REFUSALS = _REFUSALS
 
     def user(self) -> User:
         return self._parsed(User, self._get("/users/?op=whoami"))
@@ -300,17 +302,11 @@ class Client(Conversation):
     ) -> tuple[bytes, int]:
         """Body and status. missing: 404 is an answer."""
         request = f"{method} {path}"
-        if self.left_s < 0:
-            raise self.silent(request, "the deadline of this pass")
         headers = {"Authorization": self._authorization(), "Accept": "application/json"}
         answer, body = self._ask(method, f"{API}{path}", request, headers=headers, **arguments)
-        status = answer.status_code
-        if not 200 <= status < 300 and not (missing and status == 404):
-            default = ("refused", "MAAS to accept it", "read MAAS's answer")
-            code, expected, remedy = _NAMES.get(status, default)
-            text = self._shown(answer, body)
-            raise self._access.refuse(code, f"{expected}, for {request}", text, remedy)
-        return body, status
+        if not answer.is_success and not (missing and answer.status_code == 404):
+            raise self._refusal(answer, body, request)
+        return body, answer.status_code
 
     def _authorization(self) -> str:
         """OAuth 1.0 header with the signature method PLAINTEXT: the secret itself is the proof."""

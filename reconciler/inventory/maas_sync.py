@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import journal, leader, locks
 from reconciler.db.engine import reading, retrying
 from reconciler.db.schema import Node, slots
+from reconciler.inventory.expected import is_retired
 from reconciler.inventory.maas import (
     FORBIDDEN,
     Client,
@@ -38,12 +39,10 @@ from reconciler.inventory.machines import (
     NewNode,
     binding,
     compare,
-    living,
     lock_comment,
-    purposes_of,
     tags_of,
 )
-from reconciler.inventory.patches import BLOCKED, PURPOSES
+from reconciler.inventory.patches import BLOCKED, PURPOSES, purposes_of
 from reconciler.inventory.readings import Reading, Readings
 from reconciler.lifecycle import installation
 from reconciler.model.act import Act
@@ -144,7 +143,8 @@ def _compare(engine: Engine, settings: Settings, maas: Client, document: Reading
     machines = {row.system_id: row for tag in PURPOSES.values() for row in maas.machines(tag)}
     networks = [subnet.cidr for subnet in maas.subnets()]
     with reading(engine) as conn:
-        nodes = [_expected(conn, node) for node in living(node_records.every(conn))]
+        living = (node for node in node_records.every(conn) if not is_retired(node))
+        nodes = [_expected(conn, node) for node in living]
     for expected in nodes:
         system_id = str((expected.node.maas or {}).get("system_id", ""))
         if system_id and system_id not in machines:
@@ -220,7 +220,7 @@ def _returned(conn: Connection, node_id: str, machine: Machine) -> dict[str, boo
 
 
 def _add(conn: Connection, new: NewNode) -> int:
-    mode = NodeMode.BAREMETAL if new.purpose == "baremetal" else NodeMode.CONVERTING_TO_SLICE
+    mode = NodeMode.of_new(new.purpose)
     fields = {"address": new.address, "profile": new.profile}
     node = node_records.create(conn, _ACT, id=new.id, mode=mode, **fields)
     return _bind(conn, node, new.machine)
@@ -337,7 +337,7 @@ def _write(
 
 def _tag_blocked(maas: Client, expected: ExpectedNode, machine: Machine) -> int:
     blocked = expected.annotations.get("gpuaas.blocked", "0") != "0"
-    if blocked == (BLOCKED in machine.tag_names):
+    if blocked == machine.tagged(BLOCKED):
         return 0
     maas.tag(BLOCKED, machine.system_id, on=blocked)
     return 1

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Network, IPv6Network, ip_address
+from ipaddress import IPv4Network, IPv6Network
 from typing import Any
 
 from reconciler.db.schema import Node
-from reconciler.inventory.compare import Finding, shown
+from reconciler.inventory.compare import MOST_NAMES, NODE_ID, Findings, parsed
 from reconciler.inventory.maas import Machine, Status
-from reconciler.inventory.patches import BLOCKED, PURPOSES
+from reconciler.inventory.patches import BLOCKED, PURPOSES, purpose_of, purposes_of
 from reconciler.model.hardware import (
     TWICE,
     bound_serial,
@@ -21,7 +21,7 @@ from reconciler.model.hardware import (
     own_serial,
     serial_of,
 )
-from reconciler.model.states import NodeMode, NodeState
+from reconciler.model.states import NodeMode
 
 # Prefix of the tag that names the hardware profile of a machine without a node.
 HARDWARE = "gpuaas-hardware-"
@@ -31,9 +31,6 @@ _IDENTITY = ("serial", "hardware_uuid")
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 # Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
-_NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-# Networks that a finding lists; more would be cut off.
-_MOST_NETWORKS = 20
 # Value of the record's `locked` after an unlock without an answer.
 UNSURE = "unsure"
 UNSURE_LOCK = (
@@ -73,22 +70,16 @@ class NewNode:
 
 
 @dataclass
-class Comparison:
+class Comparison(Findings):
     """Findings; pairs that are in order and may be written to; tags as read, by node; pairs to be
     bound; nodes to be added.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    SERVICE = "maas"
     pairs: list[tuple[ExpectedNode, Machine]] = field(default_factory=list)
     tags: dict[str, list[str]] = field(default_factory=dict)
     bound: list[tuple[ExpectedNode, Machine]] = field(default_factory=list)
     added: list[NewNode] = field(default_factory=list)
-
-    def note(
-        self, code: str, subject: str, expected: str, found: str, remedy: str, action: str = ""
-    ) -> None:
-        texts = (shown(subject), shown(expected), shown(found), shown(remedy))
-        self.findings.append(Finding(f"maas_{code}", *texts, action))
 
 
 def lock_comment(node_id: str) -> str:
@@ -96,21 +87,11 @@ def lock_comment(node_id: str) -> str:
     return f"gpuaas.slice, node {node_id}: its release would destroy tenants' data"
 
 
-def purpose_of(machine: Machine) -> str:
-    """How the machine is to be sold, by its tags; "" without one, and with both."""
-    purposes = purposes_of(machine)
-    return purposes[0] if len(purposes) == 1 else ""
-
-
-def purposes_of(machine: Machine) -> list[str]:
-    return [purpose for purpose, tag in PURPOSES.items() if tag in machine.tag_names]
-
-
 def tags_of(machine: Machine) -> list[str]:
     """Its tags, as a node keeps them; those of intent are never cut off. The tag for blocked slots
     is left out, because it only repeats the node's record.
     """
-    ours = {tag for tag in PURPOSES.values() if tag in machine.tag_names}
+    ours = {PURPOSES[purpose] for purpose in purposes_of(machine)}
     others = {tag for tag in machine.tag_names if _TAG.fullmatch(tag)} - {*ours, BLOCKED}
     return sorted([*ours, *sorted(others)[: _MOST_TAGS - len(ours)]])
 
@@ -211,7 +192,7 @@ def _drop_twice(result: Comparison) -> None:
 def _doubtful(result: Comparison, machines: Mapping[str, Machine], networks: Networks) -> set[str]:
     """System ids of machines to leave alone, each with its finding."""
     doubtful = set()
-    expected = f"an address in {', '.join(map(str, networks[:_MOST_NETWORKS]))}"
+    expected = f"an address in {', '.join(map(str, networks[:MOST_NAMES]))}"
     owners: dict[str, list[Machine]] = {}
     for machine in machines.values():
         for mark in _marks(machine):
@@ -343,7 +324,7 @@ def _free(
     profile = _profile(machine)
     address = [text for text in addresses if _is_address(text) and "." in text]
     for wrong, code, needed, actual, remedy in (
-        (not _NODE_ID.fullmatch(name), "name_invalid", "a node's id", name, "rename it in MAAS"),
+        (not NODE_ID.fullmatch(name), "name_invalid", "a node's id", name, "rename it in MAAS"),
         (
             *(len(address) != 1, "address_missing", "one IPv4 address"),
             *(", ".join(address) or "none", "give it a static address, or `gpuaas nodes add`"),
@@ -375,26 +356,18 @@ def binding(machine: Machine) -> dict[str, Any]:
     }
 
 
-def living(nodes: Iterable[Node]) -> list[Node]:
-    return [node for node in nodes if node.state != NodeState.RETIRED]
-
-
 def _name(machine: Machine) -> str:
     return f"machine {machine.hostname} ({machine.system_id})"
 
 
 def _inside(text: str, networks: Networks) -> bool:
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return False
-    return any(address in network for network in networks)
+    address = parsed(text)
+    return address is not None and any(address in network for network in networks)
 
 
 def _is_address(text: str) -> bool:
     """Whether it is an address that a single machine can own."""
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return False
-    return not (address.is_loopback or address.is_unspecified or address.is_multicast)
+    address = parsed(text)
+    return address is not None and not (
+        address.is_loopback or address.is_unspecified or address.is_multicast
+    )

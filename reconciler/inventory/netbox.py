@@ -46,7 +46,7 @@ AT_ONCE = 50
 _LONGEST_QUERY = 3500
 # Most objects of one list: the slices of 1,000 hosts with 16 each, and some more.
 _MOST = 20_000
-_NAMES = {
+_REFUSALS = {
     401: ("unauthorized", "a valid token", "put a new token into the token file"),
     403: ("forbidden", "the right to do this", "give it to the token's user (docs/netbox.md)"),
     404: ("not_found", "an object that the token's user may see", "look at it in NetBox"),
@@ -234,7 +234,7 @@ _PATHS: Mapping[type[_Object], str] = {
 class NetboxAccess(ServiceAccess):
     """Access to NetBox; the configured address does not include /api."""
 
-    NAME = "NETBOX"
+    NAME = "NetBox"
     REMEDY = "write a token of NetBox there, readable by the reconciler"
 
 
@@ -256,11 +256,11 @@ class Client(Conversation):
     pass does what is left.
     """
 
-    TITLE = "NetBox"
     DEADLINE_S, REQUEST_S = 60.0, 15.0
     # A site of 1,000 hosts with 16 slices each has 70 MB; this takes four to five times as much
     # memory.
     LARGEST, TOTAL = 9 << 20, 96 << 20
+    REFUSALS = _REFUSALS
 
     def __init__(self, access: NetboxAccess) -> None:
         super().__init__(access)
@@ -434,8 +434,6 @@ class Client(Conversation):
         token = self._access.token()
         scheme = "Bearer" if token.startswith("nbt_") else "Token"
         sent = {"Authorization": f"{scheme} {token}", "Accept": "application/json"}
-        if self.left_s < 0:
-            raise self.silent(request, "the deadline of this pass")
         self.requests += 1
         answer, body = self._ask(
             method, f"{API}{path}", request, headers={**sent, **(headers or {})}, **arguments
@@ -443,19 +441,16 @@ class Client(Conversation):
         return self._answer(answer, request, body), answer.headers
 
     def _answer(self, answer: httpx.Response, request: str, body: bytes) -> Any:
-        status, text = answer.status_code, self._shown(answer, body)
-        if status == 412:
+        if answer.status_code == 412:
             raise Conflict(
                 "netbox_changed",
                 expected=f"the object of {request} as it was read",
-                found=text[:LONGEST_FOUND],
+                found=self._shown(answer, body)[:LONGEST_FOUND],
                 remedy="none: it is read again",
             )
-        if not 200 <= status < 300:
-            default = ("refused", "NetBox to accept it", "read NetBox's answer")
-            code, expected, remedy = _NAMES.get(status, default)
-            raise self._access.refuse(code, f"{expected} for {request}", text, remedy)
-        if status == 204:
+        if not answer.is_success:
+            raise self._refusal(answer, body, request)
+        if answer.status_code == 204:
             return {}
         document = self._document(body, request)
         version = _VERSION.match(answer.headers.get("API-Version", ""))

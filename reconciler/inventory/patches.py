@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from reconciler.inventory import maas
 from reconciler.inventory.expected import (
     ALLOCATION,
     DEVICE_FIELDS,
@@ -26,10 +27,14 @@ PURPOSES = {"slice": "gpuaas-profile-slice-vm", "baremetal": "gpuaas-profile-bar
 BLOCKED = "gpuaas-blocked"
 
 
-def purpose_of(device: Device) -> str:
+def purpose_of(item: Device | maas.Machine) -> str:
     """How the machine is to be sold; "" without a tag, and with both."""
-    purposes = [purpose for purpose, tag in PURPOSES.items() if device.tagged(tag)]
+    purposes = purposes_of(item)
     return purposes[0] if len(purposes) == 1 else ""
+
+
+def purposes_of(item: Device | maas.Machine) -> list[str]:
+    return [purpose for purpose, tag in PURPOSES.items() if item.tagged(tag)]
 
 
 def device_patch(expected: ExpectedNode, device: Device) -> tuple[dict[str, Any], list[str]]:

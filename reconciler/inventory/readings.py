@@ -19,9 +19,10 @@ from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
 from reconciler.db.leader import Deposed
 from reconciler.db.schema import outbox
-from reconciler.inventory.compare import Finding, shown
+from reconciler.inventory.compare import Finding
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, Refusal
+from reconciler.model.storable import shown
 
 # Seconds between two comparisons without an event, and after a failed one.
 EVERY_S, RETRY_S = 900.0, 60.0

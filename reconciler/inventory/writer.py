@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import clock, leader
 from reconciler.db import settings as site
 from reconciler.db.engine import reading, retrying
-from reconciler.inventory.compare import Comparison, NewNode, device_name, kept, shown
+from reconciler.inventory.compare import Comparison, NewNode, device_name, kept
 from reconciler.inventory.expected import (
     SEAL,
     ExpectedMachine,
@@ -67,6 +67,7 @@ from reconciler.inventory.patches import (
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem, Refusal
 from reconciler.model.states import NodeMode, NodeState
+from reconciler.model.storable import shown
 from reconciler.records import nodes as node_records
 from reconciler.runs.spec import LauncherAway, RunError
 
@@ -103,6 +104,7 @@ class Writer:
         self._engine = engine
         self._netbox = netbox
         self._comparison = comparison
+        self._note = comparison.note
         self._done = done
         self._at = str(clock.iso(at))
         # Journal entries, stored before their devices are written, because the answer of either
@@ -271,7 +273,7 @@ class Writer:
             if foreign:
                 text = f"somebody has changed {', '.join(foreign)} meanwhile"
                 parts = ("the values that this service wrote", text, "look at it in NetBox")
-                self._note("foreign_edit", shown(item.name), *parts)
+                self._note("foreign_edit", item.name, *parts)
                 return False
             if not patch:
                 return False
@@ -283,12 +285,12 @@ class Writer:
                 continue
             if decide(after) != ({}, []):
                 text = "other values in its answer"
-                self._note("not_taken", shown(item.name), "NetBox to keep values", text, _CHECK)
+                self._note("not_taken", item.name, "NetBox to keep values", text, _CHECK)
                 return False
             self._count(counted)
             return True
         text = f"changed during each of {_ATTEMPTS} attempts"
-        self._note("busy", shown(item.name), "an object at rest", text, "none: it is tried again")
+        self._note("busy", item.name, "an object at rest", text, "none: it is tried again")
         return False
 
     def _create(
@@ -311,13 +313,13 @@ class Writer:
                     made += self._create_each(kind, some, counted)
                 else:
                     if not several:
-                        self._refused(shown(next(iter(some[0].values()))), silence)
+                        self._refused(next(iter(some[0].values())), silence)
                     made += [None] * len(some)
             except RunError as refusal:
                 if is_fatal(refusal):
                     raise
                 if len(some) == 1:
-                    self._refused(shown(next(iter(some[0].values()))), refusal)
+                    self._refused(next(iter(some[0].values())), refusal)
                     made.append(None)
                     continue
                 for document in some:
@@ -491,9 +493,6 @@ class Writer:
         code = refusal.code.removeprefix("netbox_")
         self._note(code, subject, refusal.expected, refusal.found, refusal.remedy)
 
-    def _note(self, code: str, subject: str, expected: str, found: str, remedy: str) -> None:
-        self._comparison.note(code, subject, expected, found, remedy)
-
     def _count(self, what: str, count: int = 1) -> None:
         self._done[what] = self._done.get(what, 0) + count
         self._in_a_row = 0
@@ -529,7 +528,7 @@ def _slice_patch(
 
 
 def _add_node(conn: Connection, new: NewNode) -> str:
-    mode = NodeMode.BAREMETAL if new.purpose == "baremetal" else NodeMode.CONVERTING_TO_SLICE
+    mode = NodeMode.of_new(new.purpose)
     values = {"address": new.address, "region": new.region, "profile": new.profile}
     return node_records.create(conn, _ACT, id=new.id, mode=mode, **values).id
 

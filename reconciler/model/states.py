@@ -34,6 +34,11 @@ class NodeMode(Described):
         """The form that parity checks the host for: of this mode, or of the conversion's target."""
         return "slice" if self in (self.SLICE, self.CONVERTING_TO_SLICE) else "baremetal"
 
+    @classmethod
+    def of_new(cls, purpose: str) -> NodeMode:
+        """The mode of a new node that is to be sold in this form."""
+        return cls.BAREMETAL if purpose == "baremetal" else cls.CONVERTING_TO_SLICE
+
 
 class NodeState(Described):
     """Whether a node can take work."""
@@ -92,6 +97,13 @@ class AllocationState(Described):
 
 
 ENDED_ALLOCATIONS = (AllocationState.RELEASED, AllocationState.FAILED)
+# In the order in which an allocation has them.
+LIVE_ALLOCATIONS = (
+    AllocationState.REQUESTED,
+    AllocationState.PROVISIONING,
+    AllocationState.ACTIVE,
+    AllocationState.RELEASING,
+)
 
 
 class ClaimState(Described):

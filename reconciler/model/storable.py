@@ -56,6 +56,12 @@ def printable(text: str, also: str = "") -> str:
     return "".join(char if char.isprintable() or char in also else "\ufffd" for char in text)
 
 
+def shown(value: object, longest: int = 200) -> str:
+    """A value for display, cut to a length."""
+    text = printable(str(value))
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
 def storable_parts(refusal: Refusal) -> dict[str, str]:
     """The parts of a refusal, which may repeat what a host or another service answered."""
     return {part: storable_text(text) for part, text in refusal.to_dict().items()}

@@ -6,7 +6,7 @@ import json
 import re
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -42,7 +42,7 @@ class Deadline:
         """The time that a step may take; `httpcore.TimeoutException` after the deadline."""
         left = self.left_s
         if left <= 0:
-            raise httpcore.TimeoutException("an answer that does not end")
+            raise httpcore.TimeoutException("the time for it is over")
         return left if timeout is None else min(left, timeout)
 
 
@@ -116,7 +116,7 @@ def end_at(client: httpx.Client, deadline: Deadline) -> None:
 
 @dataclass(frozen=True)
 class ServiceAccess:
-    """Address and credentials of a service, whose settings begin with GPUAAS_<NAME>.
+    """Address and credentials of a service. NAME: for people; in capitals, of its settings.
 
     ca_file: the only CA that may vouch for it; None: the system's CAs. REMEDY: of a token file that
     cannot be read.
@@ -157,7 +157,7 @@ class ServiceAccess:
                 "ca_unreadable",
                 f"certificates in {cafile}",
                 unreadable,
-                f"correct GPUAAS_{self.NAME}_CA_FILE",
+                f"correct {self.setting('CA_FILE')}",
             ) from unreadable
         headers = {"Accept-Encoding": "identity"}
         client = httpx.Client(base_url=self.url, verify=context, trust_env=False, headers=headers)
@@ -173,7 +173,7 @@ class ServiceAccess:
                     "untrusted",
                     f"a certificate for {self.url} by a trusted CA",
                     lost,
-                    f"set GPUAAS_{self.NAME}_CA_FILE to the CA that vouches for {self.NAME}",
+                    f"set {self.setting('CA_FILE')} to the CA that vouches for {self.NAME}",
                 ) from lost
             cause = cause.__cause__ or cause.__context__
 
@@ -181,6 +181,10 @@ class ServiceAccess:
         """A refusal whose code begins with the service's name."""
         text = str(found)[:LONGEST_FOUND]
         return RunError(f"{self.NAME.lower()}_{code}", expected=expected, found=text, remedy=remedy)
+
+    def setting(self, name: str) -> str:
+        """A setting of the service."""
+        return f"GPUAAS_{self.NAME.upper()}_{name}"
 
     def _no_token(self, found: str) -> RunError:
         expected = f"one token in {self.token_file}"
@@ -190,16 +194,16 @@ class ServiceAccess:
 class Conversation:
     """Requests to a service that end at a deadline, whatever the service does.
 
-    TITLE: the service's name for people. DEADLINE_S, REQUEST_S: of all requests since `begin`, and
-    of the silence in each. LARGEST, TOTAL: bytes of an answer, and of all since `begin`. SILENT,
-    NOT_SENT: of requests without an answer, and without a connection.
+    DEADLINE_S, REQUEST_S: of all requests since `begin`, and of the silence in each. LARGEST,
+    TOTAL: bytes of an answer, and of all since `begin`. SILENT, NOT_SENT: of requests without an
+    answer, and without a connection. REFUSALS: code, expectation and remedy of a status.
     """
 
-    TITLE: ClassVar[str]
     DEADLINE_S: ClassVar[float]
     REQUEST_S: ClassVar[float]
     LARGEST: ClassVar[int]
     TOTAL: ClassVar[int] = 256 << 20
+    REFUSALS: ClassVar[Mapping[int, tuple[str, str, str]]]
     SILENT: ClassVar[type[LauncherAway]] = LauncherAway
     NOT_SENT: ClassVar[type[LauncherAway]] = LauncherAway
 
@@ -227,9 +231,9 @@ class Conversation:
 
     def silent(self, request: str, found: str, *, sent: bool = True) -> LauncherAway:
         """No reliable answer. sent: it is not known whether the service carried out the request."""
-        title, kind = self.TITLE, self.SILENT if sent else self.NOT_SENT
+        title, kind = self._access.NAME, self.SILENT if sent else self.NOT_SENT
         return kind(
-            f"{self._access.NAME.lower()}_silent",
+            f"{title.lower()}_silent",
             expected=f"{title} to answer {request}",
             found=found[:LONGEST_FOUND],
             remedy=f"nothing if {title} comes back; otherwise check {title} and the way to it",
@@ -270,12 +274,20 @@ class Conversation:
             place = self._access.hide(scrub(answer.headers["Location"]))
             raise self._access.refuse(
                 "redirected",
-                f"{self.TITLE} to answer {request} at {self._access.url} itself",
+                f"{self._access.NAME} to answer {request} at {self._access.url} itself",
                 f"HTTP {answer.status_code}, a redirect to {place}",
-                f"correct GPUAAS_{self._access.NAME}_URL: no redirect is followed, because the"
-                " token would go along",
+                f"correct {self._access.setting('URL')}: no redirect is followed, because the token"
+                " would go along",
             )
         return answer, b"".join(parts)
+
+    def _refusal(self, answer: httpx.Response, body: bytes, request: str) -> RunError:
+        """For an answer without success."""
+        name = self._access.NAME
+        default = ("refused", f"{name} to accept it", f"read {name}'s answer")
+        code, expected, remedy = self.REFUSALS.get(answer.status_code, default)
+        found = self._shown(answer, body)
+        return self._access.refuse(code, f"{expected} for {request}", found, remedy)
 
     def _shown(self, answer: httpx.Response, body: bytes) -> str:
         """Status and beginning of an answer, for a refusal."""

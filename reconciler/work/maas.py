@@ -36,8 +36,8 @@ from reconciler.inventory.machines import (
     lock_comment,
     other_address,
     other_serial,
-    purpose_of,
 )
+from reconciler.inventory.patches import purpose_of
 from reconciler.lifecycle import host, installation
 from reconciler.lifecycle.task_failures import act_of
 from reconciler.model.errors import Problem

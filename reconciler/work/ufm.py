@@ -28,6 +28,8 @@ API = "/ufmRestV3"
 DEFAULT = 0x7FFF
 FULL, LIMITED = "full", "limited"
 _MEMBERSHIPS = (FULL, LIMITED)
+_REMEDY = "put a token of a UFM user that may manage partitions into the token file"
+_REFUSALS = dict.fromkeys((401, 403), ("forbidden", "the right", _REMEDY))
 _GUID = re.compile(r"(0x)?([0-9a-f]{16})")
 
 
@@ -65,12 +67,12 @@ def ufm_access(settings: Settings) -> UfmAccess:
 class Client(Conversation):
     """A look at the fabric's partitions, and changes of them."""
 
-    TITLE = "UFM"
     # A worker's lease of its task is longer.
     DEADLINE_S, REQUEST_S = 20.0, 5.0
     # A fabric of 10,000 ports in ten partitions each answers with about 10 MB, which is read again
     # until a change shows.
     LARGEST, TOTAL = 32 << 20, 1 << 30
+    REFUSALS = _REFUSALS
 
     def partitions(self) -> dict[int, Partition]:
         """Every partition of the fabric, by key."""
@@ -110,16 +112,10 @@ class Client(Conversation):
         request = f"{method} {API}{path}"[:120]
         headers = {"Authorization": f"Basic {self._access.token()}"}
         answer, body = self._ask(method, f"{API}{path}", request, headers=headers, **arguments)
-        status = answer.status_code
-        if gone and status == 404:
+        if gone and answer.status_code == 404:
             return {}
-        if status in (401, 403):
-            remedy = "put a token of a UFM user that may manage partitions into the token file"
-            expected = f"the right for {request}"
-            raise self._access.refuse("forbidden", expected, self._shown(answer, body), remedy)
-        if not 200 <= status < 300:
-            expected, remedy = f"UFM to accept {request}", "read UFM's answer"
-            raise self._access.refuse("refused", expected, self._shown(answer, body), remedy)
+        if not answer.is_success:
+            raise self._refusal(answer, body, request)
         if not body.strip() or method != "GET":
             return {}
         return self._document(body, request)

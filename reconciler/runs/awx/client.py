@@ -16,7 +16,7 @@ API = "/api/v2"
 PAGE_SIZE = 200
 # Of a list.
 _MOST_PAGES = 500
-_NAMES = {
+_REFUSALS = {
     401: ("unauthorized", "a valid token", "put a new token into the token file"),
     403: ("forbidden", "the right to do this", "give the token's user execute on the template"),
     404: ("not_found", "an object that the token's user may see", "look at it in AWX"),
@@ -87,12 +87,12 @@ def awx_access(settings: Settings) -> AwxAccess:
 class Client(Conversation):
     """Requests about a launch or a check. Not thread-safe; a single connection at a time."""
 
-    TITLE = "AWX"
     # All requests before a launch take less than a worker's lease of its task. With a lower limit
     # for the silence of one, a busy AWX would count as silent.
     DEADLINE_S, REQUEST_S = 20.0, 8.0
     LARGEST = 32 << 20
     SILENT, NOT_SENT = Silent, NotSent
+    REFUSALS = _REFUSALS
 
     def get(self, path: str, **query: str | int) -> dict[str, Any]:
         return self._request("GET", path, params=query)
@@ -117,10 +117,7 @@ class Client(Conversation):
         request = f"{method} {API}{path}"
         answer, body = self._ask(method, f"{API}{path}", request, headers=headers, **arguments)
         if not answer.is_success:
-            default = ("refused", "AWX to accept the request", "read AWX's answer")
-            code, expected, remedy = _NAMES.get(answer.status_code, default)
-            text = self._shown(answer, body)
-            raise self._access.refuse(code, f"{expected} for {request}", text, remedy)
+            raise self._refusal(answer, body, request)
         document = self._document(body, request) if body else {}
         if not isinstance(document, dict):
             raise self.silent(request, "an answer that is no document")

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from unittest.mock import patch
 
-from reconciler.cli.service import run_worker
+from reconciler.cli import service
 from reconciler.runs import launch
 from reconciler.runs.paths import RunPaths, read_json, write_json
 from reconciler.runs.spec import RunSpec
@@ -69,4 +69,4 @@ def _end(paths: RunPaths, _descriptor: int) -> None:
 
 if __name__ == "__main__":
     with LAUNCHERS[sys.argv[1]]():
-        run_worker()
+        service.worker()

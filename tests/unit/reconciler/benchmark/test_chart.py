@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from reconciler.benchmark import chart
-from reconciler.benchmark.compare import compare, figure, percent, plain
+from reconciler.benchmark.compare import compare, figure, percent
+from reconciler.model.storable import shown
 from tests.unit.reconciler.benchmark.conftest import made, tree
 from tests.unit.reconciler.benchmark.test_compare import BARE, SLICE
 
@@ -117,4 +118,4 @@ def test_figures() -> None:
         "+0.0 %",
         "+2.2 %",
     ]
-    assert plain("a\nb\x1b") == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"
+    assert shown("a\nb\x1b") == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"

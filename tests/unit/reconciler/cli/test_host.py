@@ -194,7 +194,7 @@ def test_the_reconcilers_evidence_goes_to_the_host(
     gpuaas.at(selling)
     played.evidence = [PASSING]
     token = str(selling.settings.state_dir / "admin.token")
-    words = ["--api-base", "http://test", "--api-token-file", token, "--node-id", NODE]
+    words = ["--api-base", "https://test", "--api-token-file", token, "--node-id", NODE]
     gpuaas("host", "parity", "--host", "100.75.6.89", "--user", "hpcadmin", *words)
     assert gpuaas.status == 0, gpuaas.err
     rows = played.works[0].variables
@@ -219,7 +219,7 @@ def test_what_is_the_hosts_own_and_its_tags_go_along(
     selling.client("admin").patch(f"admin/nodes/{NODE}", json=fabric)
     played.evidence = [PASSING, PASSING, {}, PASSING, PASSING]
     token = str(selling.settings.state_dir / "admin.token")
-    words = ["--api-base", "http://test", "--api-token-file", token, "--node-id", NODE]
+    words = ["--api-base", "https://test", "--api-token-file", token, "--node-id", NODE]
     tags = ["--maas-tag", "virtual", "--maas-tag", "gpuaas-profile-slice-vm"]
     gpuaas.at(selling)("host", "parity", *words, *tags)
     assert gpuaas.status == 0, gpuaas.err
@@ -247,6 +247,17 @@ def test_a_machine_without_tags_can_be_said_to_be_so(gpuaas: Gpuaas, played: Pla
     gpuaas("host", "parity", "--profile", "lab", "--maas-tag", "")
     assert gpuaas.status == 0, gpuaas.err
     assert played.works[0].variables["slice_maas_tags"] == []
+
+
+@pytest.mark.parametrize("option", ["--api-base", "--api"])
+def test_the_token_for_evidence_goes_over_the_network_with_tls_only(
+    gpuaas: Gpuaas, played: Played, tmp_path: Path, option: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    words = ("--api-token-file", str(token), "--node-id", NODE, option, "http://gpuaas.example")
+    gpuaas("host", "parity", "--profile", "lab", *words)
+    assert (gpuaas.status, "api_without_tls" in gpuaas.err, played.works) == (1, True, [])
 
 
 @pytest.mark.covers("HOST-10")

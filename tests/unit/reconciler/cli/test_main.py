@@ -133,7 +133,7 @@ def test_an_address_with_a_slip_is_named(tmp_path: Path, gpuaas: Gpuaas, url: st
     assert (gpuaas.status, "api_address_invalid" in gpuaas.err) == (1, True), gpuaas.err
 
 
-@pytest.mark.parametrize("word", ["", ".", "..", "a?b", "a#b", "a b", "\x1b[2J"])
+@pytest.mark.parametrize("word", ["", ".", "..", "a?b", "a#b", "a b", "\x1b[2J", "\udcff"])
 def test_a_word_that_is_no_id_leads_to_no_other_route(
     new: Stack, gpuaas: Gpuaas, word: str
 ) -> None:
@@ -143,6 +143,20 @@ def test_a_word_that_is_no_id_leads_to_no_other_route(
         gpuaas(*words)
         assert (gpuaas.status, "name_invalid" in gpuaas.err) == (1, True), (words, gpuaas.err)
         assert "\x1b" not in gpuaas.err
+
+
+@pytest.mark.parametrize("text", ['{"x": NaN}', r'{"x": "\ud800"}'])
+def test_what_no_document_can_hold_is_refused_by_the_service(
+    selling: Stack, gpuaas: Gpuaas, tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(text)
+    gpuaas.at(selling)("jobs", "submit", "m", str(file), "--project", "demo")
+    assert (gpuaas.status, "input_invalid" in gpuaas.err) == (1, True), gpuaas.err
+    gpuaas("projects", "add", "\udcff")
+    assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True), gpuaas.err
+    gpuaas("audit", "--action", "\udcff")
+    assert (gpuaas.status, "name_invalid" in gpuaas.err) == (1, True), gpuaas.err
 
 
 def test_an_answer_that_leads_elsewhere_is_no_success() -> None:

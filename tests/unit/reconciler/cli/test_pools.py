@@ -132,6 +132,8 @@ def test_without_a_service_it_works_on_the_database(
         assert (gpuaas.status, "request_invalid" in gpuaas.err) == (1, True), gpuaas.err
     assert processes.scan(here["id"]) == {}
     assert run(gpuaas, "stop", "a", "--direct")["state"] == "stopped"
+    run(gpuaas, "evict", "b", "--host-lost", "--direct")
+    assert (gpuaas.status, "reason_required" in gpuaas.err) == (1, True), gpuaas.err
     assert run(gpuaas, "evict", "b", "--direct")["state"] == "stopping"
     assert "ended by the service on its host far" in gpuaas.err
     apart = ("start", "r", "--model", "m", "--target", "remote", "--project", "demo", "--direct")
