@@ -22,8 +22,8 @@ DECIDED = """
 node_agent name_resolution maas_intent firmware_virtualization kvm kernel_cmdline iommu_groups
 vfio_modules vfio_binding gpu_services_quiesced nvlink_partitions fabric_vfs fabric_isolation
 ipoib_netplan fabric_address fabric_route
-ovs_bridge dnsmasq dnsmasq_config nat ip_forwarding guest_egress network_service
-historical_network_service tmfifo rshim_peer libvirt libvirt_directory vm_confined
+ovs_bridge dnsmasq dnsmasq_config nat ip_forwarding guest_egress guest_tcp
+network_service historical_network_service tmfifo rshim_peer libvirt libvirt_directory vm_confined
 console_limit ovmf cloud_init_tools rdma_tools nvme_ownership slice_disks boot_order image_cache
 hugepages tuning reboot_required api_topology
 """
@@ -88,7 +88,7 @@ def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
         "image_cache",
     }
     assert report["lines"][-1] == report["summary"]
-    assert len(report["lines"]) == 42
+    assert len(report["lines"]) == 43
 
 
 @pytest.mark.covers("ECO-3")
