@@ -127,6 +127,8 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
     when = {"collected_at": _host.now(), "identity": _host.identity()}
     report = {**_check.report(outcomes), "dead_gpus": facts.dead_gpus}
     report["reset_gpus"] = facts.reset_gpus
+    if facts.networks:
+        report["networks"] = facts.networks
     return {"parity": {**header, **when, **report}}
 
 
