@@ -26,6 +26,7 @@ SERVICE = _baseline_files.PROBE_SERVICE
 # The host's end of the link. Guests reach no link-local address, so that their guards stay the same
 # while the host has this one.
 _HOST = "169.254.103.115"
+# Each end knows the other's, because a site may have its hosts answer ARP from some networks only.
 # udev leaves a hardware address alone that was chosen at the creation of the link.
 _HOST_MAC, _SERVICE_MAC = "02:67:73:70:72:64", "02:67:73:70:72:65"
 
@@ -100,7 +101,8 @@ def _connect(place: str) -> None:
         stdin=f"link add {LINK} address {_HOST_MAC} type veth"
         f" peer name {LINK} address {_SERVICE_MAC} netns {place}\n"
         f"address add {_HOST} peer {SERVICE} dev {LINK}\n"
-        f"link set {LINK} up\n",
+        f"link set {LINK} up\n"
+        f"neighbour add {SERVICE} lladdr {_SERVICE_MAC} dev {LINK}\n",
     )
     # A site's own rule of NAT may give guests any address of the host.
     routes = "".join(
@@ -110,7 +112,10 @@ def _connect(place: str) -> None:
     )
     _command.run(
         ["nsenter", f"--net={place}", "ip", "-batch", "-"],
-        stdin=f"address add {SERVICE} peer {_HOST} dev {LINK}\nlink set {LINK} up\n{routes}",
+        stdin=f"address add {SERVICE} peer {_HOST} dev {LINK}\n"
+        f"link set {LINK} up\n"
+        f"neighbour add {_HOST} lladdr {_HOST_MAC} dev {LINK}\n"
+        f"{routes}",
     )
 
 

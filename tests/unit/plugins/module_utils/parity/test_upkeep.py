@@ -345,6 +345,22 @@ def test_a_site_may_translate_guests_to_an_address_of_its_own(rig: Rig) -> None:
         rig.run(["iptables", "-t", "nat", "-D", *rule.split()])
 
 
+@pytest.mark.covers("HOST-6")
+def test_a_host_may_answer_arp_of_its_own_networks_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new namespace inherits the settings of the machine."""
+    connect = _tcp_probe._connect
+
+    def strict(place: str) -> None:
+        setting = "net.ipv4.conf.all.arp_ignore=2"
+        rig.run(["nsenter", f"--net={place}", "sysctl", "-q", "-w", setting])
+        connect(place)
+
+    monkeypatch.setattr(_tcp_probe, "_connect", strict)
+    assert _guest_probe.look(_guest_probe.Probe(NETWORK, "9.9.9.9")).tcp == ""
+
+
 @pytest.mark.covers("SLICE-9")
 def test_the_probe_alone_reaches_its_service(rig: Rig) -> None:
     world = rig.place("world")
