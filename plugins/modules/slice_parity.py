@@ -13,6 +13,7 @@ description:
   - Runs every parity check in one call and returns one outcome each, with its remedy.
   - Checks behave as a guest would where they can. C(guest_egress) makes a network namespace on the
     slice bridge, reaches the profile's C(network.egress_probe) through NAT, and removes it again.
+    C(guest_tcp) lets it exchange TCP with a service behind NAT that the module makes and removes.
   - Files that bootstrap and the binding write whole are compared with their expected content, and
     the code of the boot services with its recorded digests, so that an edit is found before the
     next boot. A boot menu that lacks an argument is a failure; a menu that only the next
@@ -47,7 +48,7 @@ options:
     elements: str
 attributes:
   check_mode:
-    description: Nothing persistent is changed; C(guest_egress) makes its namespace here too.
+    description: Nothing persistent is changed; C(guest_egress) makes its namespaces here too.
     support: full
   diff_mode:
     description: Nothing changes, so there is no difference to show.
@@ -126,6 +127,8 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
     when = {"collected_at": _host.now(), "identity": _host.identity()}
     report = {**_check.report(outcomes), "dead_gpus": facts.dead_gpus}
     report["reset_gpus"] = facts.reset_gpus
+    if facts.networks:
+        report["networks"] = facts.networks
     return {"parity": {**header, **when, **report}}
 
 

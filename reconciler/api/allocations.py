@@ -568,7 +568,10 @@ def _require_time_to_boot(settings: Settings, body: NewAllocation) -> None:
 
 def _redact(problem: Problem, role: str) -> Problem:
     # Only operators may see which nodes exist and why each of them is full.
+    if role == Role.PLATFORM_ADMIN:
+        return problem
+    problem.detail.pop("nodes", None)
     explanation = problem.detail.get("explanation")
-    if isinstance(explanation, dict) and role != Role.PLATFORM_ADMIN:
+    if isinstance(explanation, dict):
         problem.detail["explanation"] = public(explanation)
     return problem

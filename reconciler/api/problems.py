@@ -94,8 +94,9 @@ _APPS = """
 """
 _JOBS = """
     device_leased device_unknown input_invalid input_too_large job_ended job_limit job_not_found
-    maintenance model_unknown pool_ended pool_exists pool_full pool_host_missing pool_in_use
-    pool_limit pool_memory_exceeded pool_not_for_slices pool_not_found pool_unreachable
+    maintenance model_unknown networks_not_applied
+    pool_ended pool_exists pool_full pool_host_missing pool_in_use pool_limit
+    pool_memory_exceeded pool_not_for_slices pool_not_found pool_unreachable
     pool_host_present pool_without_token project_required sample_unfinished timeout_too_long
     worker_not_found
 """

@@ -6,8 +6,11 @@ allocation. Processes in a guest are proven absent by the absence of its machine
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import IPv4Network
+from typing import Any
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -20,6 +23,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem, not_found
 from reconciler.model.hardware import Offer
 from reconciler.model.pools import GUEST, LIVE_POOLS, SERVING_POOLS
+from reconciler.records import reports
 from reconciler.records.tokens import digest
 from reconciler.settings import Settings
 
@@ -135,6 +139,42 @@ def require_reach(offer: Offer, api: Sequence[str], machine: str) -> None:
     for address in api:
         if address == machine or not offer.reaches(address):
             raise _unreachable(f"{address}, which guests on this hardware do not reach")
+
+
+def unready(conn: sa.Connection, offers: Mapping[str, Offer], api: Sequence[str]) -> frozenset[str]:
+    """Slice hosts whose guests are to reach the API by the profile, and do not by the networks that
+    the host has applied. A host that has reported none has applied none.
+    """
+    return frozenset(
+        node_id
+        for node_id, profile, networks in reports.applied_networks(conn)
+        if all(map(offers.get(profile, Offer()).reaches, api))
+        and not all(map(_applied(networks or {}).reaches, api))
+    )
+
+
+def _applied(networks: Mapping[str, Any]) -> Offer:
+    """What guests reach by a host's report, which may contain anything."""
+
+    def valid(name: str) -> Iterator[str]:
+        for text in networks.get(name) or ():
+            with contextlib.suppress(ValueError):
+                yield str(IPv4Network(text))
+
+    return Offer(allowed=tuple(valid("allowed_networks")), denied=tuple(valid("denied_networks")))
+
+
+def networks_not_applied(node_id: str) -> Problem:
+    """Problem when only hosts have room whose guests do not reach the API yet."""
+    return Problem(
+        "networks_not_applied",
+        expected="a host with room that has applied the networks of its hardware profile, by which"
+        " workers in guests reach the API",
+        found="only hosts whose newest parity report lacks these networks",
+        remedy="have an operator run the bootstrap playbook on the hosts of this hardware, then"
+        " `gpuaas nodes parity`; or use a pool with the target remote",
+        detail={"nodes": [node_id]},
+    )
 
 
 def attach(

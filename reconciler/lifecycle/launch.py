@@ -111,7 +111,7 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     quota.admit(conn, launch.project_id, launch.gpu_count)
     # Hardware profiles of the same SKU may need different images.
     image = _image(conn, launch)
-    node_id, chosen = placement.reserve(conn, launch.want(image))
+    node_id, chosen = _reserve(conn, launch, launch.want(image))
     # The slots are locked and available, so the node's boot id is the boot that opened their gate
     # (I16).
     node = dict(conn.execute(_NODE, {"node": node_id}).mappings().one())
@@ -154,6 +154,18 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
         guest_pool.attach(conn, pool, allocation, act, image_digest=image.digest)
     # Equal to the result of a fresh `get`, without another read.
     return replace(allocation, claims=tuple(held), task_ids=(task.id,))
+
+
+def _reserve(conn: sa.Connection, launch: Launch, want: Want) -> tuple[str, list[Slot]]:
+    """A node and its locked slots. A pool's workers get no host on which they cannot work yet."""
+    unready = guest_pool.unready(conn, launch.offers, launch.api) if launch.worker_pool else ()
+    try:
+        return placement.reserve(conn, want, without=unready)
+    except placement.NoRoom:
+        if not unready:
+            raise
+    node_id, _slots = placement.reserve(conn, want)
+    raise guest_pool.networks_not_applied(node_id)
 
 
 def _whole_machine(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:

@@ -56,8 +56,12 @@ class NoRoom(Problem):
         self.want = want
 
 
-def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Slot]]:
+def reserve(
+    conn: sa.Connection, want: Want, *, without: Collection[str] = ()
+) -> tuple[str, list[Slot]]:
     """Return a node and its locked slots for the request. The claim checks them again.
+
+    without: nodes that do not serve it.
 
     The best-ranked nodes are tried first, then increasingly many others. Locked slots are skipped
     while another placement fits. Only when none fits does this wait, because the other transactions
@@ -67,7 +71,7 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[str, list[Slot]]:
         passed: set[str] = set()
         # Every node with a slice ranks above every node without slices.
         for sliced in (True, False):
-            reserved = _search(conn, want, passed, sliced=sliced)
+            reserved = _search(conn, want, passed, without, sliced=sliced)
             if reserved is not None:
                 return reserved
         if not passed:
@@ -118,12 +122,12 @@ def regions(conn: sa.Connection, wants: Sequence[Want]) -> set[str]:
 
 
 def _search(
-    conn: sa.Connection, want: Want, passed: set[str], *, sliced: bool
+    conn: sa.Connection, want: Want, passed: set[str], without: Collection[str], *, sliced: bool
 ) -> tuple[str, list[Slot]] | None:
     seen: set[str] = set()
     while True:
         limit = _FIRST + len(seen) * _WIDER
-        picture = likely(conn, want, limit, sliced=sliced, beside=seen)
+        picture = likely(conn, want, limit, sliced=sliced, beside={*seen, *without})
         reserved = _take(conn, picture, want, passed)
         if reserved is not None or len(picture.nodes) < limit:
             return reserved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,9 +18,11 @@ from reconciler.db.schema import (
     absences,
     baselines,
     discoveries,
+    nodes,
     parities,
 )
 from reconciler.model.act import Act
+from reconciler.model.states import NodeMode
 
 
 def latest_discovery(conn: sa.Connection, node_id: str) -> Discovery | None:
@@ -33,6 +35,23 @@ def latest_parity(conn: sa.Connection, node_id: str, intent: str = "slice") -> P
     """The node's newest parity report for an intent."""
     query = sa.select(parities).where(parities.c.node_id == node_id, parities.c.intent == intent)
     return rows.first(conn, query.order_by(parities.c.id.desc()), Parity)
+
+
+def applied_networks(
+    conn: sa.Connection,
+) -> Iterator[tuple[str, str, Mapping[str, Any] | None]]:
+    """Id and profile of each slice host, with the networks of its guests as its newest parity
+    report has them; None where it has none.
+    """
+    newest = (
+        sa.select(parities.c.document["networks"])
+        .where(parities.c.node_id == nodes.c.id, parities.c.intent == "slice")
+        .order_by(parities.c.id.desc())
+        .limit(1)
+        .correlate(nodes)
+    )
+    query = sa.select(nodes.c.id, nodes.c.profile, newest.scalar_subquery())
+    yield from map(tuple, conn.execute(query.where(nodes.c.mode == NodeMode.SLICE)))
 
 
 def passed(conn: sa.Connection, node_id: str, boot_id: str) -> bool:

@@ -304,6 +304,23 @@ def test_a_missing_nat_rule_fails_parity_though_all_services_run(
     assert {slot["status"] for slot in slots} == {"disabled"}
 
 
+@pytest.mark.covers("HOST-6", "HOST-10")
+def test_tcp_that_stops_fails_parity_by_name(stage: Stage, story: Chapter) -> None:
+    """Of each connection of a guest, a filter passes the first packet only; pings are answered."""
+    story.needs("bind")
+    rule = "FORWARD -i ovsbr0 -p tcp ! --syn -j DROP"
+    stage.on_host("iptables", "-I", *rule.split())
+    try:
+        stage.task(stage.path("/parity"))
+    finally:
+        stage.on_host("iptables", "-D", *rule.split())
+    rows = stage.api().get(stage.path("/parity"))["document"]["checks"]
+    failed = {row["check"]: row["detail"] for row in rows if row["status"] == "FAIL"}
+    assert "begins, and stops after 0 of 8 messages" in failed["guest_tcp"], failed
+    assert not failed.keys() & {"guest_egress", "nat", "ip_forwarding", "ovs_bridge"}, failed
+    assert "gsparity" not in stage.on_host("ip", "-o", "link")
+
+
 ONBOARD = ("nodes", "onboard", NODE, "--reason", "a walk over the lab host")
 
 

@@ -26,6 +26,9 @@ _IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")
 # MAC of parity's probe guest, which requests an address and never takes it. Locally administered,
 # outside every profile's MAC prefix.
 PROBE_MAC = "02:67:73:70:72:62"
+# Address of the service that answers the probe's TCP beyond NAT. It is one for documentation
+# (RFC 5737), which no network uses.
+PROBE_SERVICE = "192.0.2.115"
 
 # Packets that each guest may send, unless the profile says otherwise. A frame of segmentation
 # offload counts as one packet.

@@ -121,13 +121,13 @@ Ingress = Collection[tuple[_flows.Guard, _ingress.Rule]]
 def rules(
     network: Mapping[str, Any],
     guests: Collection[_flows.Guard],
-    probe: tuple[str, str],
+    probe: tuple[str, Collection[str]],
     ingress: Ingress = (),
 ) -> str:
     """The table as text for `nft -f -`.
 
     network: bridge, address, and the site's allowed and denied networks. guests: guards of those
-    that may ask for their address. probe: address of parity's probe and its target.
+    that may ask for their address. probe: address of parity's probe and its targets.
     """
     egress = egress_of(network)
     ranges = (*_baseline_files.PRIVATE, *_baseline_files.NEVER)
@@ -245,8 +245,8 @@ def _answer(guard: _flows.Guard) -> str:
     return f"    {_HARDWARE} {_digits(guard)} ip saddr set {_ip(guard)} return\n"
 
 
-def _probe(address: str, target: str) -> str:
-    return f"    ip saddr {address} ip daddr {target} return\n" if target else ""
+def _probe(address: str, targets: Collection[str]) -> str:
+    return f"    ip saddr {address} {_destinations(targets, 'return').lstrip()}"
 
 
 def _forwards(bridge: str, ingress: Ingress) -> str:

@@ -106,10 +106,10 @@ def load() -> dict[str, _flows.Guard]:
 
 
 def egress_of(params: Params, guard: _flows.Guard) -> _flows.Egress:
-    """The site's rule for destinations of this guest. Parity's probe may reach its target too."""
+    """The site's rule for destinations of this guest. Parity's probe may reach its targets too."""
     rule = _firewall.egress_of(params)
-    target = probe_target(params) if guard.allocation_id == _flows.PROBE_ID else ""
-    return dataclasses.replace(rule, allowed=(*rule.allowed, target)) if target else rule
+    targets = probe_targets(params) if guard.allocation_id == _flows.PROBE_ID else ()
+    return dataclasses.replace(rule, allowed=(*rule.allowed, *targets))
 
 
 def recorded() -> dict[str, Any]:
@@ -275,9 +275,12 @@ def probe_guard(params: Params) -> _flows.Guard:
     )
 
 
-def probe_target(params: Params) -> str:
-    """Address that parity's probe contacts: the profile's, or the default gateway; "" for none."""
-    return str(params.get("egress_probe") or "").partition(":")[0] or _slice_network.gateway()
+def probe_targets(params: Params) -> tuple[str, ...]:
+    """Addresses that parity's probe contacts: the profile's, or else the default gateway, if there
+    is one, and the probe's own service.
+    """
+    target = str(params.get("egress_probe") or "").partition(":")[0] or _slice_network.gateway()
+    return (*([target] if target else []), _baseline_files.PROBE_SERVICE)
 
 
 def problems(params: Params, local: list[str]) -> list[Refusal]:
@@ -376,7 +379,7 @@ def _with_probe(params: Params) -> dict[str, _flows.Guard]:
 
 
 def _rules(params: Params, guards: Mapping[str, _flows.Guard]) -> str:
-    probe = (guards[_flows.PROBE_COOKIE].ip, probe_target(params))
+    probe = (guards[_flows.PROBE_COOKIE].ip, probe_targets(params))
     ingress = [(guard, rule) for _c, guard in sorted(guards.items()) for rule in ingress_of(guard)]
     return _firewall.rules(params, guards.values(), probe, ingress)
 

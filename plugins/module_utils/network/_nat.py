@@ -39,7 +39,7 @@ def rules(network: Network) -> list[str]:
     keep their ports.
     """
     guests, out = f"-A {CHAIN} -s {network['subnet']}", f"! -o {network['bridge']}"
-    near = sorted({*_networks(network.get("allowed_networks") or ())})
+    near = sorted({*valid(network.get("allowed_networks") or ())})
     return [
         *(
             f"{guests} -d {each} {out} -p {protocol} -m {protocol} --sport {_BELIEVED}"
@@ -56,7 +56,8 @@ def _to(ports: tuple[int, int]) -> str:
     return f"-j MASQUERADE --to-ports {ports[0]}-{ports[1]}"
 
 
-def _networks(names: Iterable[str]) -> Iterator[ipaddress.IPv4Network]:
+def valid(names: Iterable[str]) -> Iterator[ipaddress.IPv4Network]:
+    """Those of the names that are networks."""
     for name in names:
         # `_guards.problems` refuses the others by name.
         with contextlib.suppress(ValueError):

@@ -30,7 +30,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _slice_network,
     _start_hook,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe, _tcp_probe
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
     Verdict,
     failed,
@@ -327,6 +327,12 @@ def guest_egress(facts: Facts) -> Verdict:
         problems.append("no packet of a guest was seen leaving the host")
     shown = f"{target} answered a guest in {probe.egress_ms or 0:.1f} ms"
     return verdict(problems, f"{shown}, seen as {', '.join(probe.sources)}")
+
+
+def guest_tcp(facts: Facts) -> Verdict:
+    """A connection of a guest goes on through its guard and NAT, in both directions."""
+    shown = f"{_tcp_probe.MESSAGES} messages of a guest and their answers passed NAT"
+    return verdict([facts.guest.tcp] if facts.guest.tcp else [], shown)
 
 
 def target_silent(facts: Facts) -> bool:

@@ -3,9 +3,10 @@
 It has a test address of the subnet and a guard like a guest's. It asks the host's dnsmasq for an
 address and a name, and contacts an address outside. Meanwhile the host records the source address
 of the packets that leave. An answer alone does not prove NAT, because a gateway may know the route
-back. It also sends what its guard must refuse, and the host listens for that. The probe has its
-own port, flows, reservation and zone of connections, so no guest changes its result. It leaves
-nothing on the host, even if one of its steps fails.
+back. It exchanges TCP with a service of the probe's own behind NAT. It also sends what its guard
+must refuse, and the host listens for that. The probe has its own port, flows, reservation and zone
+of connections, so no guest changes its result. It leaves nothing on the host, even if one of its
+steps fails.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
     _guards,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _dhcp_probe,
+    _namespace,
+    _tcp_probe,
+)
 
 NAMESPACE = PORT = _flows.PROBE_PORT
 MAC = _baseline_files.PROBE_MAC
 
-_CLONE_NEWNET = 0x40000000
 _EVERY_PROTOCOL, _IPV4 = 0x0003, 0x0800
 _SO_ATTACH_FILTER = 26
 _ECHO_REQUEST, _ECHO_REPLY = 8, 0
@@ -78,7 +82,8 @@ class Finding:
 
     offered: the address that dnsmasq offers, or "". sources: the source addresses of the packets
     that left the host for the target. forged: kinds of refused frames that reached the host; None
-    if its permitted frame did not, so that the guard is not proven.
+    if its permitted frame did not, so that the guard is not proven. tcp: what is wrong with a TCP
+    connection through NAT, "" if nothing is.
     """
 
     egress_ms: float | None
@@ -86,23 +91,26 @@ class Finding:
     offered: str
     sources: tuple[str, ...] = ()
     forged: tuple[str, ...] | None = ()
+    tcp: str = ""
 
 
 def look(probe: Probe) -> Finding:
     """Run the guest probe. Raises Refusal when its namespace cannot be created or removed."""
     with _alone(), _guest(probe):
-        with _inside(NAMESPACE):
+        with _namespace.named(NAMESPACE):
             names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             outside = _egress_socket(probe.target)
+            stream = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             lease = _dhcp_probe.open_socket(PORT)
             link = _packet_socket(PORT)
-        with names, outside, lease, link, _watch(probe.target) as leaving:
+        with names, outside, stream, lease, link, _watch(probe.target) as leaving:
             return Finding(
                 named=name_server_answers(names, probe.bridge_address),
                 offered=_dhcp_probe.offered(lease, MAC, tries=_TRIES, wait_s=_WAIT_S),
                 egress_ms=reach(outside, probe.target),
                 sources=_sources(leaving),
                 forged=_forged(link, probe),
+                tcp=_tcp_probe.problem(stream),
             )
 
 
@@ -335,33 +343,3 @@ def _remove() -> None:
     _command.run(["ovs-vsctl", "--timeout=10", "--if-exists", "del-port", PORT])
     if NAMESPACE in _host.listed("/run/netns"):
         _command.run(["ip", "netns", "delete", NAMESPACE])
-
-
-@contextlib.contextmanager
-def _inside(namespace: str) -> Iterator[None]:
-    """Sockets created inside belong to the namespace for their whole life."""
-    here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        there = os.open(_host.path(f"/run/netns/{namespace}"), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _enter(there)
-        finally:
-            os.close(there)
-        try:
-            yield
-        finally:
-            _enter(here)
-    finally:
-        os.close(here)
-
-
-def _enter(descriptor: int) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.setns(descriptor, _CLONE_NEWNET) != 0:
-        number = ctypes.get_errno()
-        raise Refusal(
-            "namespace_refused",
-            expected="to enter a network namespace",
-            found=os.strerror(number),
-            remedy="run as root on the host itself, not in a container",
-        )

@@ -20,7 +20,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _guards,
+    _nat,
+    _slice_network,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
@@ -153,6 +158,15 @@ class Facts:
                 found=str(broken),
                 remedy="repair the cause that the system names, then run parity again",
             )
+
+    @property
+    def networks(self) -> dict[str, list[str]]:
+        """The site's rule for destinations of guests as bootstrap applied it; {} before."""
+        recorded = _guards.recorded()
+        return recorded and {
+            name: [str(network) for network in _nat.valid(recorded.get(name) or ())]
+            for name in _baseline_files.EGRESS
+        }
 
     @cached_property
     def passthrough(self) -> list[str]:

@@ -10,7 +10,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _checks_platform as platform,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _checks_runtime as runtime
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _slice_remnants
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _slice_remnants,
+    _tcp_probe,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
     Check,
     Remedy,
@@ -199,6 +202,15 @@ CHECKS: tuple[Check[Facts], ...] = (
         "guest_egress",
         network.guest_egress,
         _role("slice_network", after="; if it stays, look at the uplink and at filters in FORWARD"),
+    ),
+    Check(
+        "guest_tcp",
+        network.guest_tcp,
+        _role(
+            "slice_network",
+            after=f"; if it stays, look at rules in FORWARD or POSTROUTING that stop TCP to"
+            f" {_tcp_probe.SERVICE} by {_tcp_probe.LINK}, the link of parity's own service",
+        ),
     ),
     Check(
         "network_service",

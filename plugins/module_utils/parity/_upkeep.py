@@ -40,7 +40,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 # Checks of parity that hold at any time, also beside running tenants and tasks.
 CHECKS = (
     *("gpu_services_quiesced", "ovs_bridge", "dnsmasq", "dnsmasq_config", "nat", "ip_forwarding"),
-    *("guest_egress", "network_service", "fabric_isolation", "libvirt_directory", "image_cache"),
+    *("guest_egress", "guest_tcp", "network_service", "fabric_isolation", "libvirt_directory"),
+    "image_cache",
 )
 
 Params = Mapping[str, Any]

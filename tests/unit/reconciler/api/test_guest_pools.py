@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import guest_pool, restore
+from reconciler.lifecycle import guest_pool, host, restore
 from reconciler.pools import remote
+from reconciler.records import reports
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, IMAGE, NODE, Stack, bundle
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
@@ -97,6 +98,13 @@ def test_a_name_and_an_allowed_network_may_lead_to_the_api(
     )
     assert "10.99.0.1" in refused(ready, lambda: with_pool(ready))["found"]
     known.pop()
+    answer = refused(ready, lambda: with_pool(ready))
+    assert (answer["code"], "nodes" in answer) == ("networks_not_applied", False)
+    networks = {"allowed_networks": ["10.30.0.0/24"], "denied_networks": []}
+    with transaction(ready.engine) as conn:
+        latest = reports.latest_parity(conn, NODE)
+        assert latest is not None
+        host.record_parity(conn, NODE, latest.document | {"networks": networks}, ACT)
     assert with_pool(ready).status_code == 201
 
     def unknown(*_: object) -> Any:

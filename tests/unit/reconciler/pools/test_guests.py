@@ -17,9 +17,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _pool_w
 
 from reconciler.db import rows
 from reconciler.db.engine import reading, transaction
-from reconciler.db.schema import Pool, PoolWorker, Slot, Task, metadata
-from reconciler.lifecycle import guest_pool, slices
+from reconciler.db.schema import Allocation, Pool, PoolWorker, Slot, Task, metadata
+from reconciler.lifecycle import guest_pool, host, slices
 from reconciler.lifecycle import launch as launching
+from reconciler.model.errors import Problem
 from reconciler.model.hardware import NEVER, PRIVATE, Offer
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.pools import pools, remote
@@ -57,11 +58,17 @@ def with_kit(site: Site) -> None:
     site.image = image.id
 
 
-def launch(site: Site) -> str:
+def launch(site: Site, pool: str = "g", *, api: str = "8.8.8.8", node_id: str = "") -> str:
     offers = profile_offers(Settings().profiles_dir)
     with transaction(site.engine) as conn:
-        wish = site.launch(worker_pool="g", offers=offers, api=["8.8.8.8"])
+        wish = site.launch(worker_pool=pool, offers=offers, api=[api], node_id=node_id)
         return str(launching.allocate(conn, wish, ADMIN).id)
+
+
+def reported(site: Site, node_id: str, networks: dict[str, list[str]], number: int = 0) -> None:
+    """Parity passes; the host has applied these networks."""
+    with transaction(site.engine) as conn:
+        host.record_parity(conn, node_id, site.parity(number) | {"networks": networks}, ADMIN)
 
 
 def leased(site: Site) -> Task:
@@ -215,6 +222,52 @@ def test_guests_reach_what_the_hosts_rules_let_through() -> None:
     reached = ["10.40.0.7", "1.1.1.1"]
     refused = ["10.40.1.7", "127.0.0.1", "169.254.0.1", "8.8.8.8", "::1", "224.0.0.1"]
     assert [a for a in (*reached, *refused) if offer.reaches(a)] == reached
+
+
+# In a network that the lab's profile allows.
+NEAR, NETWORKS = "10.30.0.7", {"allowed_networks": ["10.30.0.0/24"], "denied_networks": []}
+
+
+@pytest.mark.parametrize(
+    "networks",
+    [
+        None,
+        {**NETWORKS, "allowed_networks": []},
+        {**NETWORKS, "denied_networks": ["10.30.0.0/28"]},
+        {**NETWORKS, "allowed_networks": ["999.0.0.0/8", "10.30.0.1/24"]},
+    ],
+    ids=["unreported", "earlier", "denied", "nonsense"],
+)
+def test_a_host_without_the_networks_of_its_profile_gets_no_pool(
+    site: Site, networks: dict[str, list[str]] | None
+) -> None:
+    started(site)
+    if networks:
+        reported(site, "n1", networks)
+    with pytest.raises(Problem) as refused:
+        launch(site, api=NEAR)
+    assert (refused.value.code, refused.value.detail) == ("networks_not_applied", {"nodes": ["n1"]})
+    # Another host that has them is taken instead.
+    site.node("n2", number=1)
+    with transaction(site.engine) as conn:
+        nodes.change(conn, "n2", ADMIN, profile="lab")
+    reported(site, "n2", NETWORKS, number=1)
+    assert code(launch, site, api=NEAR, node_id="n1") == "networks_not_applied"
+    allocation_id = launch(site, api=NEAR)
+    with reading(site.engine) as conn:
+        assert rows.get(conn, Allocation, allocation_id).node_id == "n2"
+
+
+def test_a_pool_is_launched_once_its_host_has_applied_the_networks(site: Site) -> None:
+    started(site)
+    reported(site, "n1", NETWORKS)
+    assert launch(site, api=NEAR)
+    # Without room, hosts that lack them are not the reason.
+    started(site, "h")
+    reported(site, "n1", {**NETWORKS, "allowed_networks": []})
+    with transaction(site.engine) as conn:
+        site.allocate(conn)
+    assert code(launch, site, "h", api=NEAR) == "no_capacity"
 
 
 def test_guests_and_whole_machines_have_workers_at_the_same_paths() -> None:

@@ -639,6 +639,14 @@ def test_an_answer_without_translation_is_no_pass(
     assert _checks_network.guest_egress(parity.facts()).status == "FAIL"
 
 
+def test_a_guest_whose_tcp_stops_is_named(parity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    guest(monkeypatch, _guest_probe.Finding(4.2, True, "", ("10.0.2.15",), tcp="TCP stops"))
+    assert _checks_network.guest_egress(parity.facts()).status == "PASS"
+    assert _checks_network.guest_tcp(parity.facts()) == _check.failed("TCP stops")
+    guest(monkeypatch, _guest_probe.Finding(None, True, ""))
+    assert _checks_network.guest_tcp(parity.facts()).status == "PASS"
+
+
 def test_without_a_target_there_is_no_proof(parity: Any, machine: Any) -> None:
     network = parity.profile["network"] | {"egress_probe": ""}
     assert _checks_network.guest_egress(parity.facts(network=network)).status == "FAIL"

@@ -28,7 +28,7 @@ ALONE = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])
 STORY = """
 import json, os, subprocess, sys, time
 sys.path.insert(0, sys.argv[2])
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe, _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe, _namespace
 
 def ip(*words):
     subprocess.run(["ip", *words], check=True)
@@ -40,7 +40,7 @@ def bridge():
     ip("link", "set", "port", "netns", str(guest.pid))
 
 def ask(mac, tries):
-    _guest_probe._enter(there)
+    _namespace.enter(there)
     try:
         ip("link", "set", "port", "down", "address", mac)
         ip("address", "replace", "10.100.0.254/24", "dev", "port")
@@ -48,7 +48,7 @@ def ask(mac, tries):
         with _dhcp_probe.open_socket("port") as handle:
             return _dhcp_probe.offered(handle, mac, tries=tries, wait_s=0.5)
     finally:
-        _guest_probe._enter(here)
+        _namespace.enter(here)
 
 guest = subprocess.Popen(["unshare", "--net", "sleep", "300"])
 while os.readlink(f"/proc/{guest.pid}/ns/net") == os.readlink("/proc/self/ns/net"):

@@ -14,7 +14,12 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _dhcp_probe, _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
+    _dhcp_probe,
+    _guest_probe,
+    _namespace,
+    _tcp_probe,
+)
 
 from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
 
@@ -86,7 +91,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
     def plain(_what: str) -> socket.socket:
         return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
-    monkeypatch.setattr(_guest_probe, "_inside", nowhere)
+    monkeypatch.setattr(_namespace, "named", nowhere)
     monkeypatch.setattr(_guest_probe, "_egress_socket", plain)
     monkeypatch.setattr(_guest_probe, "_watch", plain)
     monkeypatch.setattr(_guest_probe, "_packet_socket", plain)
@@ -96,6 +101,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
     monkeypatch.setattr(_dhcp_probe, "offered", lambda *_a, **_k: PROBE.address)
     monkeypatch.setattr(_guest_probe, "name_server_answers", lambda *_a: True)
     monkeypatch.setattr(_guest_probe, "reach", lambda *_a: 1.5)
+    monkeypatch.setattr(_tcp_probe, "problem", lambda _client: "stops")
     return tree
 
 
@@ -131,7 +137,7 @@ def host(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     assert _guest_probe.look(PROBE) == _guest_probe.Finding(
-        1.5, True, "10.100.0.254", ("192.0.2.1",)
+        1.5, True, "10.100.0.254", ("192.0.2.1",), tcp="stops"
     )
     build = [ADD, OUTSIDE, NUMBER, METER, LIMIT, LOAD, PURGE, INSIDE]
     assert host.calls[:8] == build
@@ -139,9 +145,10 @@ def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     assert remove[:2] == [DELETE, LOADED]
     assert {call[2] for call in remove[2:]} == {"del-flows", "dpctl/flush-conntrack", "del-meter"}
     assert host.switch.meters == {}
-    # It had a guest's guard, and may reach its target, before it had an address.
+    # It had a guest's guard, and may reach its targets, before it had an address.
     guard = _guards.probe_guard(NETWORK)
-    assert host.guarded == _flows.rules(guard, 1, [], _flows.Egress(allowed=("10.0.2.2",)))
+    allowed = ("10.0.2.2", _tcp_probe.SERVICE)
+    assert host.guarded == _flows.rules(guard, 1, [], _flows.Egress(allowed=allowed))
     assert host.switch.bridges == {"ovsbr0": {}} and host.switch.flows == {"ovsbr0": []}
 
 

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe, _slice_parity
 from ansible_collections.gpuaas.slice.plugins.modules import slice_parity
 
@@ -22,8 +23,8 @@ DECIDED = """
 node_agent name_resolution maas_intent firmware_virtualization kvm kernel_cmdline iommu_groups
 vfio_modules vfio_binding gpu_services_quiesced nvlink_partitions fabric_vfs fabric_isolation
 ipoib_netplan fabric_address fabric_route
-ovs_bridge dnsmasq dnsmasq_config nat ip_forwarding guest_egress network_service
-historical_network_service tmfifo rshim_peer libvirt libvirt_directory vm_confined
+ovs_bridge dnsmasq dnsmasq_config nat ip_forwarding guest_egress guest_tcp
+network_service historical_network_service tmfifo rshim_peer libvirt libvirt_directory vm_confined
 console_limit ovmf cloud_init_tools rdma_tools nvme_ownership slice_disks boot_order image_cache
 hugepages tuning reboot_required api_topology
 """
@@ -88,7 +89,24 @@ def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
         "image_cache",
     }
     assert report["lines"][-1] == report["summary"]
-    assert len(report["lines"]) == 42
+    assert len(report["lines"]) == 43
+
+
+@pytest.mark.covers("ORCH-3")
+def test_the_report_has_the_networks_that_bootstrap_applied(
+    parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_a: Any, **_k: Any) -> Any:
+        raise Refusal("command_missing", expected="", found="", remedy="")
+
+    command = "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run"
+    monkeypatch.setattr(command, refuse)
+    monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
+    assert "networks" not in run(parity, "slice")
+    settings = {"allowed_networks": ["10.40.0.0/24", "the storage"], "denied_networks": []}
+    machine.file(_baseline_files.SETTINGS, json.dumps(settings))
+    expected = {"allowed_networks": ["10.40.0.0/24"], "denied_networks": []}
+    assert run(parity, "slice")["networks"] == expected
 
 
 @pytest.mark.covers("ECO-3")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _checks_network,
     _guest_probe,
+    _tcp_probe,
     _upkeep,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
@@ -51,7 +54,10 @@ pytestmark = [
 
 PROFILE = {"name": "rig", "network": NETWORK, "gpu_services": ["dcgm.service"], "vm": {}}
 PARAMS = {"profile": PROFILE, "slots": []}
-CHECKS = ("ovs_bridge", "dnsmasq", "nat", "ip_forwarding", "guest_egress", "gpu_services_quiesced")
+CHECKS = (
+    *("ovs_bridge", "dnsmasq", "nat", "ip_forwarding", "guest_egress", "guest_tcp"),
+    "gpu_services_quiesced",
+)
 
 
 class Systemd:
@@ -110,6 +116,7 @@ def rig() -> Iterator[Rig]:
         patch.setattr(_upkeep, "CHECKS", CHECKS)
         patch.setattr(_guards, "ROUND_S", 0)
         patch.setattr(_guest_probe, "_WAIT_S", 0.6)
+        patch.setattr(_tcp_probe, "_WAIT_S", 0.6)
         with rigs.inside(machines.host):
             _upkeep.keep(PARAMS, check_mode=False)
             yield machines
@@ -303,6 +310,84 @@ def test_the_probe_fails_behind_a_guard_that_is_wrong(
     assert kind in (_guest_probe.look(probe).forged or ())
 
 
+@pytest.mark.covers("HOST-6")
+@pytest.mark.parametrize(
+    ("table", "done"), [(_flows.FROM_GUEST, 0), (_flows.TO_GUEST, 1)], ids=["sent", "received"]
+)
+def test_the_probe_names_tcp_that_does_not_go_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, table: int, done: int
+) -> None:
+    """In one direction the guard passes the first packet of a connection only. A kernel does so to
+    a guard that shows it one direction only; the switch of this rig does not.
+    """
+    real = _flows.rules
+
+    def rules(guard: _flows.Guard, port: int, *args: Any) -> frozenset[_flows.Flow]:
+        source = port if table == _flows.FROM_GUEST else "LOCAL"
+        later = _flows._flow(table, 400, f"tcp,in_port={source},tcp_flags=-syn", "drop")
+        return real(guard, port, *args) | {later}
+
+    monkeypatch.setattr(_flows, "rules", rules)
+    finding = _guest_probe.look(_guest_probe.Probe(NETWORK, "9.9.9.9"))
+    assert (finding.egress_ms is None, finding.forged) == (False, ())
+    assert f"begins, and stops after {done} of 8 messages" in finding.tcp
+
+
+@pytest.mark.covers("HOST-6")
+def test_a_site_may_translate_guests_to_an_address_of_its_own(rig: Rig) -> None:
+    """Its rule is about every interface, and so about the link of the probe's service as well."""
+    target = f"{rigs.UPLINK}:40000-50000"
+    rule = f"POSTROUTING -s {NETWORK['subnet']} -p tcp -j SNAT --to-source {target}"
+    rig.run(["iptables", "-t", "nat", "-I", *rule.split()])
+    try:
+        assert _guest_probe.look(_guest_probe.Probe(NETWORK, "9.9.9.9")).tcp == ""
+    finally:
+        rig.run(["iptables", "-t", "nat", "-D", *rule.split()])
+
+
+@pytest.mark.covers("HOST-6")
+def test_a_host_may_answer_arp_of_its_own_networks_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new namespace inherits the settings of the machine."""
+    connect = _tcp_probe._connect
+
+    def strict(place: str) -> None:
+        setting = "net.ipv4.conf.all.arp_ignore=2"
+        rig.run(["nsenter", f"--net={place}", "sysctl", "-q", "-w", setting])
+        connect(place)
+
+    monkeypatch.setattr(_tcp_probe, "_connect", strict)
+    assert _guest_probe.look(_guest_probe.Probe(NETWORK, "9.9.9.9")).tcp == ""
+
+
+@pytest.mark.covers("SLICE-9")
+def test_the_probe_alone_reaches_its_service(rig: Rig) -> None:
+    world = rig.place("world")
+    rig.run(["ip", "route", "replace", _tcp_probe.SERVICE, "via", rigs.UPLINK], place=world)
+    with _tcp_probe._service() as server:
+        for place in (rig.place(rigs.A.place), world):
+            with rigs.inside(place):
+                client = socket.socket()
+            with client, pytest.raises(TimeoutError):
+                client.settimeout(0.5)
+                client.connect(server.getsockname())
+        # The host's end of the link changes no guard.
+        assert rig.restore() == []
+    assert _tcp_probe.LINK not in rig.run(["ip", "link"]).stdout
+
+
+def test_a_killed_probe_leaves_no_service(rig: Rig) -> None:
+    child = os.fork()
+    if not child:
+        with _tcp_probe._service():
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    # Also before the kernel has removed the link.
+    assert _guest_probe.look(_guest_probe.Probe(NETWORK, "9.9.9.9")).tcp == ""
+    rigs._until(lambda: _tcp_probe.LINK not in rig.run(["ip", "link"]).stdout)
+
+
 @pytest.mark.covers("SLICE-9")
 def test_no_guest_changes_what_the_probe_finds(rig: Rig) -> None:
     """A guest sends whatever it can, also in the probe's name, while the probe is at work."""
@@ -335,7 +420,7 @@ def test_no_guest_changes_what_the_probe_finds(rig: Rig) -> None:
             thread.join()
     assert finding.egress_ms is not None
     assert (finding.named, finding.offered, finding.forged) == (True, "10.100.0.254", ())
-    assert finding.sources == (rigs.UPLINK,)
+    assert (finding.sources, finding.tcp) == ((rigs.UPLINK,), "")
 
 
 @pytest.mark.parametrize(
