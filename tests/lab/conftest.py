@@ -42,6 +42,7 @@ LONG = frozenset(
     {
         *ALONE,
         "test_roles",
+        "test_two_slices",
         "test_guest_pool",
         "test_power_cut",
         "test_entry_points",
