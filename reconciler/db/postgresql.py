@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import psycopg
 import sqlalchemy as sa
 from psycopg.abc import PQGen
-from psycopg.pq import TransactionStatus
 from sqlalchemy import event, exc, pool
 
 from reconciler.db.engine import PAUSED, TURNS
@@ -78,15 +77,18 @@ class Connection(psycopg.Connection[Any]):
     usual_s: float | None = None
 
     def wait(self, gen: PQGen[V], interval: float = 0.1, timeout: float | None = None) -> V:
-        limit = self.patience_s if timeout is None else timeout
+        limit = self.patience_s
+        if timeout is not None or limit is None:
+            return super().wait(gen, interval, timeout)
+        began = time.monotonic()
         try:
             return super().wait(gen, interval, limit)
         except psycopg.OperationalError as error:
-            if timeout is None and self.info.transaction_status == TransactionStatus.ACTIVE:
-                self.close()
-                text = f"the database server has not answered for {limit:g} s"
-                raise psycopg.OperationalError(text) from error
-            raise
+            if time.monotonic() - began < limit:
+                raise
+            self.close()
+            text = f"the database server has not answered for {limit:g} s"
+            raise psycopg.OperationalError(text) from error
 
 
 def _connect(
