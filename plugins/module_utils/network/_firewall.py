@@ -246,7 +246,7 @@ def _answer(guard: _flows.Guard) -> str:
 
 
 def _probe(address: str, targets: Collection[str]) -> str:
-    return f"    ip saddr {address} {_destinations(targets, 'return').lstrip()}"
+    return _destinations(targets, "return", match=f"ip saddr {address} ")
 
 
 def _forwards(bridge: str, ingress: Ingress) -> str:
@@ -289,8 +289,8 @@ def forwarded() -> list[tuple[str, str]]:
     return sorted((_object_names.owner(n), id) for n, id in _COMMENT.findall(installed() or ""))
 
 
-def _destinations(networks: Collection[str], verdict: str) -> str:
+def _destinations(networks: Collection[str], verdict: str, *, match: str = "") -> str:
     if not networks:
         return ""
     names = sorted({ipaddress.IPv4Network(name) for name in networks})
-    return f"    ip daddr {{ {', '.join(map(str, names))} }} {verdict}\n"
+    return f"    {match}ip daddr {{ {', '.join(map(str, names))} }} {verdict}\n"
