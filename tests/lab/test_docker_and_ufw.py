@@ -197,7 +197,6 @@ try outside 60 8080
 try curl -sS --max-time 60 http://{rig.MANAGEMENT}:82/busybox
 outside 5 82 > /dev/null && exit 1 || [ $? = 28 ]
 """
-GONE = "systemctl stop 'run-*.service'"
 DAMAGE = """set -e
 systemctl stop gpuaas-slice-network-baseline.service
 iptables -t nat -D POSTROUTING -s 10.100.0.0/24 -j MASQUERADE
@@ -211,7 +210,7 @@ def _all_pass(stage: Stage) -> None:
         try:
             stage.on_host("sh", "-s", stdin=NEIGHBOURS, limit_s=600)
         finally:
-            stage.on_host("sh", "-c", f'"{GONE}"')
+            stage.on_host("systemctl", "stop", "'run-*.service'")
 
 
 def _fetched(stage: Stage) -> str:

@@ -48,6 +48,17 @@ def run(
     return report
 
 
+def without_programs(monkeypatch: pytest.MonkeyPatch, code: str = "command_missing") -> None:
+    """Refuse each program of the host with this code."""
+
+    def refuse(*_a: Any, **_k: Any) -> Any:
+        raise Refusal(code, expected="", found="no such program", remedy="")
+
+    command = "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run"
+    monkeypatch.setattr(command, refuse)
+    monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
+
+
 def test_every_check_of_the_decisions_is_there_once_and_in_order() -> None:
     assert [check.name for check in _slice_parity.CHECKS] == DECIDED.split()
     for check in _slice_parity.CHECKS:
@@ -67,15 +78,7 @@ def test_remedies_on_bare_metal_never_bring_slices_back() -> None:
 def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
     parity: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = Refusal("command_missing", expected="", found="no such program", remedy="")
-
-    def refuse(*_a: Any, **_k: Any) -> Any:
-        raise missing
-
-    monkeypatch.setattr(
-        "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run", refuse
-    )
-    monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
+    without_programs(monkeypatch)
     report = run(parity, "slice")
     passed = {check["check"] for check in report["checks"] if check["status"] == "PASS"}
     assert passed <= {
@@ -96,12 +99,7 @@ def test_an_empty_host_fails_every_check_that_counts_and_none_crashes(
 def test_the_report_has_the_networks_that_bootstrap_applied(
     parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_a: Any, **_k: Any) -> Any:
-        raise Refusal("command_missing", expected="", found="", remedy="")
-
-    command = "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run"
-    monkeypatch.setattr(command, refuse)
-    monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
+    without_programs(monkeypatch)
     assert "networks" not in run(parity, "slice")
     settings = {"allowed_networks": ["10.40.0.0/24", "the storage"], "denied_networks": []}
     machine.file(_baseline_files.SETTINGS, json.dumps(settings))
@@ -114,12 +112,7 @@ def test_the_report_has_the_networks_that_bootstrap_applied(
 def test_a_wrong_tag_of_maas_fails_and_unknown_ones_warn(
     parity: Any, monkeypatch: pytest.MonkeyPatch, intent: str
 ) -> None:
-    def refuse(*_a: Any, **_k: Any) -> Any:
-        raise Refusal("command_missing", expected="", found="", remedy="")
-
-    command = "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run"
-    monkeypatch.setattr(command, refuse)
-    monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
+    without_programs(monkeypatch)
     for tags, status in ((None, "WARN"), (["gpuaas-profile-other"], "FAIL")):
         checks = run(parity, intent, tags=tags)["checks"]
         (outcome,) = [row["status"] for row in checks if row["check"] == "maas_intent"]
@@ -145,11 +138,7 @@ def test_a_bare_metal_host_is_free_of_slice_services(
 def test_a_bare_metal_host_need_not_have_iptables(
     parity: Any, machine: Any, monkeypatch: pytest.MonkeyPatch, code: str, status: str
 ) -> None:
-    def refuse(*_a: Any, **_k: Any) -> Any:
-        raise Refusal(code, expected="", found="", remedy="")
-
-    command = "ansible_collections.gpuaas.slice.plugins.module_utils.core._command.run"
-    monkeypatch.setattr(command, refuse)
+    without_programs(monkeypatch, code)
     statuses = {row["check"]: row["status"] for row in run(parity, "baremetal")["checks"]}
     assert statuses["nat"] == status
 
