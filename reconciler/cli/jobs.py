@@ -202,20 +202,17 @@ def worker(
     from reconciler.settings import Settings
 
     words = model or []
-    token = pool_token and pool_token.absolute()
     if models is not None:
-        # Functions are imported from there.
-        os.chdir(models)
-        targets = processes.models(Path.cwd())
+        targets = processes.models(models.absolute())
         words = [word if "=" in word else f"{word}={targets.get(word, '')}" for word in words]
-    served = parse(words)
+    served = parse(words, models)
     settings = Settings()
     logs.configure(settings)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
-    with _queue(settings, sorted(served), stopping, token) as queue:
-        Worker(queue, Runner(served, memory), stopping, drain_s=drain).run()
+    with _queue(settings, sorted(served), stopping, pool_token) as queue:
+        Worker(queue, Runner(served, memory, models), stopping, drain_s=drain).run()
 
 
 @contextmanager

@@ -47,15 +47,19 @@ class _Entry(NamedTuple):
 
 
 class Runner:
-    """models: FILE.onnx or MODULE:FUNCTION by name. Only the main thread may use it, because Linux
-    ends the process together with the thread that has started it.
+    """models: FILE.onnx or MODULE:FUNCTION by name, and folder: where they are, if not in the present
+    one. Only the main thread may use it, because Linux ends the process together with the thread
+    that has started it.
 
     Jobs wait in a socket of messages, so that the process runs them without a pause. This side has
     the other end of it, too, and can take back those that have not begun.
     """
 
-    def __init__(self, models: Mapping[str, str], memory_mib: int) -> None:
+    def __init__(
+        self, models: Mapping[str, str], memory_mib: int, folder: Path | None = None
+    ) -> None:
         self._models = dict(models)
+        self._folder = folder
         # SHA-256 of the models' files, from when they are loaded. The shipped model is the
         # release's, and may be another after an upgrade.
         self.digests: dict[str, str] = {}
@@ -109,6 +113,7 @@ class Runner:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, "--", str(far), self._memory, *words],
             env=environment,
+            cwd=self._folder,
             stdin=subprocess.DEVNULL,
             stdout=2,  # What functions print belongs in the log.
             pass_fds=[far],
@@ -310,9 +315,9 @@ def _ended(job: Call, code: int | None) -> dict[str, str]:
     }
 
 
-def parse(words: Sequence[str]) -> dict[str, str]:
+def parse(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:
     """The targets of NAME=FILE.onnx and NAME=MODULE:FUNCTION; Problem `model_unusable` for others.
-    Without words: the model that is shipped.
+    Without words: the model that is shipped. folder: where files are, if not in the present one.
     """
     models: dict[str, str] = {}
     for word in words or [f"{name}={target}" for name, target in SHIPPED.items()]:
@@ -328,7 +333,7 @@ def parse(words: Sequence[str]) -> dict[str, str]:
                 remedy="install the packages of requirements.lock, or the extra"
                 " gpuaas-slice[worker]; functions (MODULE:FUNCTION) run without it",
             )
-        usable = Path(path).is_file() if is_onnx else _FUNCTION.fullmatch(path)
+        usable = Path(folder or "", path).is_file() if is_onnx else _FUNCTION.fullmatch(path)
         if at and not _DIGEST.fullmatch(digest):
             usable = None
         if not NAME.fullmatch(name) or name in models or not usable:

@@ -84,3 +84,17 @@ def test_operators_learn_whose_jobs_are_dead_letters(new: Stack, gpuaas: Gpuaas)
 def test_a_model_without_a_target_is_refused(gpuaas: Gpuaas, word: str) -> None:
     gpuaas("jobs", "worker", "--model", word)
     assert (gpuaas.status, "model_unusable" in gpuaas.err) == (1, True)
+
+
+def test_a_folder_of_models_is_not_that_of_relative_settings(
+    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as GPUAAS_DATABASE_URL=sqlite:///site.db."""
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "own.onnx").write_text("not a model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPUAAS_DATABASE_URL", "sqlite:///site.db")
+    gpuaas("jobs", "worker", "--models", "models", "--model", "own")
+    assert (gpuaas.status, "model_unusable" in gpuaas.err) == (1, True)
+    assert (tmp_path / "site.db").exists()

@@ -40,14 +40,11 @@ def runner() -> Iterator[Runner]:
     runner.stop()
 
 
-def test_the_next_process_loads_the_same_file_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_next_process_loads_the_same_file_or_none(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text("def run(call):\n    return call\n")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    runner = Runner(child.parse([f"m=model:run@sha256:{digest}"]), 256)
+    runner = Runner(child.parse([f"m=model:run@sha256:{digest}"]), 256, tmp_path)
     runner.start()
     assert runner.digests == {"m": digest}
     file.write_text("def run(call):\n    return {}\n")
@@ -57,7 +54,7 @@ def test_the_next_process_loads_the_same_file_or_none(
     # A file that changes while it is loaded has no digest.
     file.write_text("from pathlib import Path\nPath(__file__).write_text('')\nrun = dict\n")
     with pytest.raises(Problem, match="model_changed"):
-        Runner({"m": "model:run"}, 256).start()
+        Runner({"m": "model:run"}, 256, tmp_path).start()
     for word in ("m=model:run@sha256:12", "m=none.onnx@sha256:" + digest):
         with pytest.raises(Problem, match="model_unusable"):
             child.parse([word])
@@ -246,7 +243,6 @@ def test_jobs_go_back_when_the_models_do_not_load_again(
 
     lost: as it ends, the leases of those behind it are lost.
     """
-    monkeypatch.chdir(tmp_path)
     file = tmp_path / "replaced.py"
     file.write_text(
         "import os\nfrom pathlib import Path\ndef run(call):\n"
@@ -254,7 +250,7 @@ def test_jobs_go_back_when_the_models_do_not_load_again(
         "        os._exit(3)\n    return {}\n"
     )
     ids = queue.submit(calls(60, tmp_path / "ran"))
-    runner = Runner({"m": "replaced:run"}, 512)
+    runner = Runner({"m": "replaced:run"}, 512, tmp_path)
     worker = Worker(DatabaseQueue(queue.engine, ["m"]), runner, threading.Event())
     broken = runner._broken
 
