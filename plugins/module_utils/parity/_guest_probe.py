@@ -42,6 +42,7 @@ MAC = _baseline_files.PROBE_MAC
 _EVERY_PROTOCOL, _IPV4 = 0x0003, 0x0800
 _SO_ATTACH_FILTER = 26
 _ECHO_REQUEST, _ECHO_REPLY = 8, 0
+_TEXT = b"gpuaas.slice"
 _TRIES, _WAIT_S = 3, 1.0
 _PAUSE_S, _SETTLE_S = 0.02, 0.1
 # The kind of the frame that the guard lets pass.
@@ -108,7 +109,7 @@ def look(probe: Probe) -> Finding:
                 named=name_server_answers(names, probe.bridge_address),
                 offered=_dhcp_probe.offered(lease, MAC, tries=_TRIES, wait_s=_WAIT_S),
                 egress_ms=reach(outside, probe.target),
-                sources=_sources(leaving),
+                sources=_sources(leaving, probe.target),
                 forged=_forged(link, probe),
                 tcp=_tcp_probe.problem(stream),
             )
@@ -225,7 +226,7 @@ def name_server_answers(handle: socket.socket, server: str) -> bool:
     return False
 
 
-def echo_request(identifier: int, sequence: int, text: bytes = b"gpuaas.slice") -> bytes:
+def echo_request(identifier: int, sequence: int, text: bytes = _TEXT) -> bytes:
     body = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, identifier, sequence) + text
     return body[:2] + struct.pack("!H", _checksum(body)) + body[4:]
 
@@ -292,12 +293,21 @@ def _watch(target: str) -> socket.socket:
     return handle
 
 
-def _sources(leaving: socket.socket) -> tuple[str, ...]:
+def _sources(leaving: socket.socket, target: str) -> tuple[str, ...]:
+    """Source addresses of the probe's packets. The host has packets of its own for the target."""
+    port = target.partition(":")[2]
     addresses = set()
     with contextlib.suppress(BlockingIOError):
         while True:
             packet, (_name, protocol, direction, *_link) = leaving.recvfrom(2048)
-            if protocol == _IPV4 and direction == socket.PACKET_OUTGOING:
+            if protocol != _IPV4 or direction != socket.PACKET_OUTGOING:
+                continue
+            inside, message = packet[9], packet[(packet[0] & 0x0F) * 4 :]
+            if port:
+                own = inside == socket.IPPROTO_TCP and message[2:4] == int(port).to_bytes(2, "big")
+            else:
+                own = inside == socket.IPPROTO_ICMP and message[8:] == _TEXT
+            if own:
                 addresses.add(socket.inet_ntoa(packet[12:16]))
     return tuple(sorted(addresses))
 

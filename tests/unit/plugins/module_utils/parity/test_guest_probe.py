@@ -96,7 +96,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tree: Path) -> Path:
     monkeypatch.setattr(_guest_probe, "_watch", plain)
     monkeypatch.setattr(_guest_probe, "_packet_socket", plain)
     monkeypatch.setattr(_guest_probe, "_forged", lambda *_a: ())
-    monkeypatch.setattr(_guest_probe, "_sources", lambda _leaving: ("192.0.2.1",))
+    monkeypatch.setattr(_guest_probe, "_sources", lambda _leaving, _target: ("192.0.2.1",))
     monkeypatch.setattr(_dhcp_probe, "open_socket", plain)
     monkeypatch.setattr(_dhcp_probe, "offered", lambda *_a, **_k: PROBE.address)
     monkeypatch.setattr(_guest_probe, "name_server_answers", lambda *_a: True)
@@ -198,28 +198,38 @@ def test_a_server_that_answers_is_heard() -> None:
 
 
 class Leaving:
-    """Packet socket with these frames in it: source, destination, protocol, direction."""
+    """Packet socket with these frames in it: source, protocol of the link, direction, and the
+    packet's own protocol and content."""
 
-    def __init__(self, *frames: tuple[str, int, int]) -> None:
+    def __init__(self, *frames: tuple[str, int, int, int, bytes]) -> None:
         self.frames = list(frames)
 
     def recvfrom(self, _size: int) -> tuple[bytes, tuple[str, int, int, int, bytes]]:
         if not self.frames:
             raise BlockingIOError
-        source, protocol, direction = self.frames.pop(0)
-        packet = bytes(12) + socket.inet_aton(source) + socket.inet_aton("10.0.2.2")
+        source, protocol, direction, inside, content = self.frames.pop(0)
+        addresses = socket.inet_aton(source) + socket.inet_aton("10.0.2.2")
+        packet = b"\x45" + bytes(8) + bytes([inside]) + bytes(2) + addresses + content
         return packet, ("mgmt0", protocol, direction, 1, b"")
 
 
-def test_only_what_leaves_counts_and_by_its_source() -> None:
-    outgoing, host = socket.PACKET_OUTGOING, socket.PACKET_HOST
-    leaving: Any = Leaving(
-        ("10.100.0.254", 0x0800, host),
-        ("10.0.2.15", 0x0800, outgoing),
-        ("10.0.2.15", 0x0800, outgoing),
-        ("192.0.2.9", 0x0806, outgoing),
+def test_only_the_probes_own_that_leaves_counts_and_by_its_source() -> None:
+    """A host that is administered from its gateway sends it packets all the time."""
+    ipv4, outgoing = 0x0800, socket.PACKET_OUTGOING
+    echo, tcp = _guest_probe.echo_request(1, 0), struct.pack("!2H", 40000, 443) + bytes(16)
+    frames = (
+        ("10.100.0.254", ipv4, socket.PACKET_HOST, socket.IPPROTO_ICMP, echo),
+        ("10.0.2.15", ipv4, outgoing, socket.IPPROTO_ICMP, echo),
+        ("10.0.2.15", ipv4, outgoing, socket.IPPROTO_ICMP, echo),
+        ("192.0.2.9", 0x0806, outgoing, socket.IPPROTO_ICMP, echo),
+        ("10.0.2.16", ipv4, outgoing, socket.IPPROTO_TCP, tcp),
+        ("10.0.2.17", ipv4, outgoing, socket.IPPROTO_TCP, struct.pack("!2H", 22, 40000)),
+        ("10.0.2.18", ipv4, outgoing, socket.IPPROTO_ICMP, echo[:8] + b"another program"),
     )
-    assert _guest_probe._sources(leaving) == ("10.0.2.15",)
+    leaving: Any = Leaving(*frames)
+    assert _guest_probe._sources(leaving, "10.0.2.2") == ("10.0.2.15",)
+    leaving = Leaving(*frames)
+    assert _guest_probe._sources(leaving, "10.0.2.2:443") == ("10.0.2.16",)
 
 
 def test_a_tcp_target_is_reached_or_not() -> None:
