@@ -192,7 +192,8 @@ try() {{
 outside() {{
   ip netns exec lab-mgmt curl -sS --max-time "$1" "http://{rig.MANAGEMENT}:$2/busybox"
 }}
-try docker exec web /bin/busybox wget -q -T 60 -O - http://{rig.STORAGE}:81/busybox
+# Debian's busybox ends by a signal if its wget gets a time limit.
+try timeout 60 docker exec web /bin/busybox wget -q -O - http://{rig.STORAGE}:81/busybox
 try outside 60 8080
 try curl -sS --max-time 60 http://{rig.MANAGEMENT}:82/busybox
 outside 5 82 > /dev/null && exit 1 || [ $? = 28 ]
