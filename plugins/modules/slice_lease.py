@@ -231,12 +231,13 @@ def observe(params: _change.Params) -> State:
     if partition and params["state"] == "held":
         problems += _nvlink.refusals(partition)
     for slot in slots:
-        disk, trouble = _slots.disk(slot, own_pids=pids)
+        entry = entries[str(slot["slot_id"])]
+        disk, trouble = _block.judged(slot, own_pids=pids)
         if disk is not None:
-            disks[str(slot["slot_id"])] = disk
-            trouble += _slots.unproven(slot, disk)
+            disks[entry.slot_id] = disk
+            trouble += _unproven(entry, disk)
         passed = _slots.passthrough(_slots.addresses(slot), own_pids=pids)
-        rest = [*_slots.ledger(slot, allocation), *_slots.claimed(slot, others)]
+        rest = [*entry.refusals(allocation, int(slot["fence"])), *_claimed(slot, others)]
         problems += [*rest, *trouble, *passed]
     pins = [pin for other in others.values() for pin in other["pins"]]
     taken = {cpu for pin in pins for cpu in _domain.listed(pin)}
@@ -256,6 +257,32 @@ def _not_for_slices(allocation: str) -> list[Refusal]:
     """Refusals when the host is not for slices: converted, or leased as a whole."""
     outside = [] if _boot_service.slice_mode() else [_boot_service.not_slice_mode()]
     return [*outside, *_ledger.machine_taken(allocation)]
+
+
+def _unproven(entry: _ledger.Entry, disk: _block.Disk) -> list[Refusal]:
+    """Reasons why the slot's disk does not count as wiped (I5)."""
+    # The entry's own refusals cover a dirty slot: it belongs to this claim, or is `disk_dirty`.
+    if entry.dirty or _proof.standing(disk.disk_identity) is not None:
+        return []
+    return [
+        Refusal(
+            "not_clean",
+            expected=f"a wipe proof of {disk.disk_identity} in slot {entry.slot_id}"
+            " that still stands",
+            found="no proof, or the disk was marked dirty since",
+            remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
+        )
+    ]
+
+
+def _claimed(slot: _slots.Slot, others: dict[str, _domain.Description]) -> list[Refusal]:
+    """Parts of the slot that another domain's definition names."""
+    parts = {*_slots.addresses(slot), str(slot["nvme_device"])}
+    return [
+        _slots.unfit("device_in_use", ", ".join(sorted(shared)), "free", f"in the domain {name}")
+        for name, description in others.items()
+        if (shared := parts.intersection([*description["hostdevs"], *description["disks"]]))
+    ]
 
 
 def _given(
@@ -475,15 +502,8 @@ def _plan_release(params: _change.Params, state: State) -> _change.Plan:
 
 
 def _stale(slots: list[_slots.Slot], state: State) -> list[Refusal]:
-    blockers = []
-    for slot in slots:
-        entry = state.entries[str(slot["slot_id"])]
-        if int(slot["fence"]) < entry.fence:
-            try:
-                _ledger.check(entry.slot_id, int(slot["fence"]))
-            except Refusal as refusal:
-                blockers.append(refusal)
-    return blockers
+    rows = ((state.entries[str(slot["slot_id"])], int(slot["fence"])) for slot in slots)
+    return [refusal for entry, fence in rows for refusal in entry.stale(fence)]
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _guards, _refusals
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
@@ -133,7 +134,7 @@ def _devices(slots: Collection[_slots.Slot]) -> Rows:
     own_pids = list(_libvirt.processes(_object_names.PREFIX))
     rows: Rows = []
     for slot in slots:
-        _disk, problems = _slots.disk(slot, own_pids=own_pids)
+        _disk, problems = _block.judged(slot, own_pids=own_pids)
         problems = [*problems, *_slots.passthrough(_slots.addresses(slot), own_pids=own_pids)]
         if slot.get("fabric_vf_pci_address"):
             problems += _slice_fabric.unguarded(str(slot["fabric_vf_pci_address"]))

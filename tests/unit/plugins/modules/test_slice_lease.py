@@ -177,8 +177,8 @@ def test_what_the_host_lacks(host: Path, params: dict[str, Any], expected: str) 
 def test_cpus_of_others_are_not_given_twice(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _pinning.record(TWO, {"cpus": [0]})
     assert drive(PARAMS).facts["bundle"]["cpus"] == [1]
-    pinned = {"pins": ["0", "1-2"], "hostdevs": [], "disks": []}
-    monkeypatch.setattr(_slots, "other_domains", lambda _own: {"other": pinned})
+    pins = "".join(f"<vcpupin cpuset='{cpus}'/>" for cpus in ("0", "1-2"))
+    defined(monkeypatch, f"<domain><cputune>{pins}</cputune></domain>")
     _pinning.forget(ONE)
     assert code(drive(PARAMS)) == "cpus_unavailable"
 
