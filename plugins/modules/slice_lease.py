@@ -169,9 +169,9 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
     _object_names,
     _pci,
@@ -255,7 +255,7 @@ def observe(params: _change.Params) -> State:
 
 def _not_for_slices(allocation: str) -> list[Refusal]:
     """Refusals when the host is not for slices: converted, or leased as a whole."""
-    outside = [] if _boot_service.slice_mode() else [_boot_service.not_slice_mode()]
+    outside = [] if _host_mode.is_slice() else [_host_mode.not_slice()]
     return [*outside, *_ledger.machine_taken(allocation)]
 
 

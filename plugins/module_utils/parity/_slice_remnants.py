@@ -22,9 +22,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
-    _boot_service,
     _boot_units,
     _host,
+    _host_mode,
     _host_snapshot,
     _ledger,
     _managed_block,
@@ -51,7 +51,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
 
-SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 # Kinds of traces that the functions below report, by parity check. The others need programs that a
 # bare-metal host may not run: domains are read from libvirt's files, and ports, flows and ingress
 # end with the bridge.
@@ -209,8 +208,9 @@ def _traces_of(check: str, facts: Facts) -> list[_traces.Trace]:
 
 
 def _mode(_facts: Facts) -> Iterator[Item]:
-    state = "the host is still in slice mode" if _boot_service.slice_mode() else _file(SLICE_MODE)
-    yield Item("slice_mode", SLICE_MODE, "absent", state, ok=state == "absent")
+    marker = _host_mode.MARKER
+    state = "the host is still in slice mode" if _host_mode.is_slice() else _file(marker)
+    yield Item("slice_mode", marker, "absent", state, ok=state == "absent")
 
 
 def _binding(facts: Facts) -> Iterator[Item]:

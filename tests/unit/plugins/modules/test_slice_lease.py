@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
@@ -78,7 +78,7 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     boot = tree / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text(f"{BOOT}\n")
-    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice", "profile": "lab"}))
+    _host.write(_host_mode.MARKER, json.dumps({"mode": "slice", "profile": "lab"}))
     _proof.record(DISK.disk_identity, proof_of(DISK))
     pci.add(GPU, "1234:11e8", driver="vfio-pci", group=12)
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
@@ -284,7 +284,7 @@ def test_a_machine_taken_between_look_and_lease_is_refused_by_the_ledger(
 
 def test_a_host_in_conversion_leases_no_slot(host: Path) -> None:
     """The way to bare metal removes the slice-mode file before anything else."""
-    _host.remove(_boot_service.SLICE_MODE)
+    _host.remove(_host_mode.MARKER)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.done) == ("not_slice_mode", [])
     assert _ledger.entries() == []

@@ -17,7 +17,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
-    _boot_service,
     _boot_units,
     _host,
     _host_snapshot,
@@ -320,7 +319,6 @@ def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
 
 
 def test_the_names_are_the_writers(tree: Path) -> None:
-    assert _slice_remnants.SLICE_MODE == _boot_service.SLICE_MODE
     racadm = _preflight_command._Settings(dict.fromkeys(_preflight_command._INSTALL.values(), "x"))
     assert _apt_source.source_path(racadm.install) == _slice_remnants.RACADM_SOURCE
     for unit in (_boot_units.BINDING, _boot_units.CLAIM):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host_mode, _pci
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _usage
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
     _candidates,
@@ -404,7 +404,7 @@ def test_a_profile_that_names_no_link_has_no_fabric(
 
 def test_a_broken_mode_file_is_no_mode(machine: Any) -> None:
     machine.file("/etc/gpuaas/slice-mode.json", "not json")
-    assert _boot_service.mode() == ""
+    assert _host_mode.mode() == ""
 
 
 def test_the_count_of_gpus_is_compared_with_the_profile() -> None:
