@@ -177,8 +177,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge, _nvlink
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _nvlink, _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
     _libvirt,
@@ -240,7 +240,7 @@ def observe(params: _change.Params) -> State:
         rest = [*entry.refusals(allocation, int(slot["fence"])), *_claimed(slot, others)]
         problems += [*rest, *trouble, *passed]
     pins = [pin for other in others.values() for pin in other["pins"]]
-    taken = {cpu for pin in pins for cpu in _domain.listed(pin)}
+    taken = {cpu for pin in pins for cpu in _host.numbers(pin)}
     given, lacking = _given(params, slots, taken, state)
     return State(
         entries=entries,
@@ -305,7 +305,7 @@ def _given(
             text = f"{cell['memory_mib']} MiB free"
             shortage = f"{free} MiB, of which {promised} MiB are promised to other slices"
             lacking.append(_lacking(what, text, place, shortage))
-    if requirements["bridge"] not in _bridge.bridges():
+    if requirements["bridge"] not in _slice_network.bridges():
         lacking.append(
             _lacking("bridge", f"the bridge {requirements['bridge']}", None, "no such bridge")
         )

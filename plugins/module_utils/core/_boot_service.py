@@ -37,8 +37,6 @@ LIBRARY, PACKAGE = _boot_files.LIBRARY, _boot_files.PACKAGE
 STEPS = ("install_service", "start_service", "remove_service")
 
 Unit = _boot_files.Unit
-# Interval at which a guardian usually compares its subject with the host.
-PERIOD_S = 2.0
 
 # Address of systemd's notification socket, taken from the environment at the first use.
 _NOTIFY: dict[str, str] = {}
@@ -215,7 +213,7 @@ def watch(
     restore: Callable[[dict[str, Any], int], Iterable[list[str]]],
     *,
     trouble: str,
-    period_s: float = PERIOD_S,
+    period_s: float = 2.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Body of a guardian after its boot: restore what differs, every period_s seconds, for ever.

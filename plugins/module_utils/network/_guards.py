@@ -13,15 +13,13 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _command,
     _host,
@@ -43,11 +41,11 @@ STEPS = (
     "load_firewall",
 )
 
-# Firewall, NAT and the like are compared in every n-th round only, because nothing but a person
-# changes them.
-_SELDOM = 5
-# The boot service has compared everything at least once in this time.
-ROUND_S = _boot_service.PERIOD_S * (_SELDOM + 1)
+# Seconds between two rounds of the network's boot service. Firewall, NAT and the like are compared
+# in every n-th round only, because nothing but a person changes them.
+PERIOD_S, SELDOM = 2.0, 5
+# It has compared everything at least once in this time.
+ROUND_S = PERIOD_S * (SELDOM + 1)
 
 # Limits of packets_per_second, as in the schema of profiles. A guest with fewer could not be used.
 LEAST_RATE, HIGHEST_RATE = 1_000, 100_000_000
@@ -350,27 +348,6 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
     for step in steps:
         apply(params, step)
     return [f"{step.name} {step.subject}" for step in steps]
-
-
-def watch(
-    settings_path: str,
-    restore_network: Callable[[Params], list[str]],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Body of the network's boot service after the boot: restore the isolation for ever.
-
-    restore_network: brings back the rest of the network, after the isolation; returns its steps.
-    """
-
-    def rounds(settings: Params, turn: int) -> Iterator[list[str]]:
-        yield restore(settings, with_firewall=turn % _SELDOM == 0)
-        if turn % _SELDOM == _SELDOM - 1:
-            yield restore_network(settings)
-
-    # The bridge fails closed until the switch answers.
-    trouble = "cannot restore the network"
-    return _boot_service.watch(settings_path, rounds, trouble=trouble, sleep=sleep)
 
 
 def _with_probe(params: Params) -> dict[str, _flows.Guard]:

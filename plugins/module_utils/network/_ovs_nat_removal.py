@@ -25,6 +25,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _nat,
     _ovs_nat,
     _port_filter,
+    _slice_network,
 )
 
 _OFF = {"active": False, "enabled": False}

@@ -23,6 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtua
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _guards,
+    _iptables,
     _nat,
     _slice_network,
 )
@@ -80,7 +81,7 @@ class Facts:
 
     @cached_property
     def nat_rules(self) -> list[str]:
-        return _slice_network.nat_rules()
+        return _iptables.listed("POSTROUTING", "nat")
 
     @cached_property
     def boot_params(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
     _boot_service,
     _boot_units,
     _command,
@@ -36,8 +37,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _libvirt,
 )
 
-# Reads the snapshot; the service runs as root.
-ACCOUNT = "gpuaas-telemetry"
 FOLDER = "/run/gpuaas-telemetry"
 SNAPSHOT = f"{FOLDER}/snapshot.json"
 CHANNEL = "telemetry"
@@ -240,7 +239,7 @@ def boot(settings_path: str) -> int:
     folder = _host.path(FOLDER)
     folder.mkdir(exist_ok=True)
     folder.chmod(0o750)
-    os.chown(folder, 0, pwd.getpwnam(ACCOUNT).pw_gid)
+    os.chown(folder, 0, pwd.getpwnam(_accounts.TELEMETRY).pw_gid)
     collector = Collector()
     _boot_service.notify("READY=1")
     return _boot_service.watch(settings_path, collector.round, trouble="no telemetry")

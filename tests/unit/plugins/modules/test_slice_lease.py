@@ -16,7 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _libvirt,
     _pinning,
@@ -84,7 +84,7 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage())
-    monkeypatch.setattr(_bridge, "bridges", lambda: ["ovsbr0"])
+    monkeypatch.setattr(_slice_network, "bridges", lambda: ["ovsbr0"])
     monkeypatch.setattr(_libvirt, "states", dict)
     monkeypatch.setattr(_libvirt, "state", lambda _name: None)
     monkeypatch.setattr(_pinning, "cores", lambda _node: [(0,), (1,)])
@@ -205,8 +205,8 @@ def test_two_leases_at_once_share_neither_cpu_nor_memory(
     cpus: list[list[int]] | None,
 ) -> None:
     """Two processes; the time from read to record is so long that both see the same state."""
-    look = _bridge.bridges
-    monkeypatch.setattr(_bridge, "bridges", lambda: (time.sleep(0.3), look())[1])
+    look = _slice_network.bridges
+    monkeypatch.setattr(_slice_network, "bridges", lambda: (time.sleep(0.3), look())[1])
     started = multiprocessing.get_context("fork")
     ready = started.Barrier(2)
     processes = []
@@ -480,7 +480,7 @@ def test_what_the_allocation_itself_wrote_is_no_obstacle(host: Path) -> None:
 
 
 def test_every_finding_is_listed(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_bridge, "bridges", list)
+    monkeypatch.setattr(_slice_network, "bridges", list)
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(mounts=["/share0"]))
     blockers = drive(PARAMS).plan.blockers
     assert [blocker.code for blocker in blockers] == ["disk_in_use", "bridge_missing"]

@@ -26,6 +26,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
     _host_filter,
     _nat,
 )
@@ -40,7 +41,7 @@ bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["ben
 
 pytestmark = pytest.mark.covers("HOST-15")
 
-NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+NAT = ("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING")
 FILTER = [("iptables", "--wait", "10", "-S", chain) for chain in _host_filter.CHAINS]
 UNITS = "/etc/systemd/system"
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -324,4 +325,5 @@ def test_the_names_are_the_writers(tree: Path) -> None:
     for unit in (_boot_units.BINDING, _boot_units.CLAIM):
         assert unit.settings_path == _vfio_bind.SETTINGS
     assert _boot_units.FABRIC.settings_path == _virtual_functions.SETTINGS
+    assert _boot_units.NETWORK.settings_path == _baseline_files.SETTINGS
     assert _kernel_arguments.DROP_IN in [path for _check, path, _text in FILES]
