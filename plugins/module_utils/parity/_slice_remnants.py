@@ -58,24 +58,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
 TRACES = {
     "libvirt": ("qemu_process",),
     "slice_reservations": ("reservation",),
-    "slice_files": (
-        "nvram",
-        "seed",
-        "console",
-        "guard",
-        "fabric_guard",
-        "channel",
-        "ingress_file",
-        "nvlink_file",
-        "relay",
-    ),
+    "slice_files": (*_traces.FILES, "relay"),
     "slice_limits": ("qos",),
-}
-OTHERWISE = {
-    "domain": "libvirt",
-    "ovs_port": "ovs_bridge",
-    "flows": "ovs_bridge",
-    "ingress": "ovs_bridge",
 }
 # Package source of RACADM. Firmware is read on every machine, so it is no part of slice mode.
 RACADM_SOURCE = "/etc/apt/sources.list.d/dell-openmanage.sources"

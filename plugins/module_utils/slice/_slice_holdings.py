@@ -32,20 +32,12 @@ Rows = list[dict[str, Any]]
 PARTS = {
     "domain": "domains",
     "qemu_process": "processes",
-    "nvram": "files",
-    "seed": "files",
-    "console": "files",
-    "guard": "files",
-    "fabric_guard": "files",
-    "channel": "files",
-    "ingress_file": "files",
-    "nvlink_file": "files",
+    **dict.fromkeys((*_traces.FILES, "relay"), "files"),
     "reservation": "reservations",
     "ovs_port": "ports",
     "flows": "guards",
     "ingress": "ingress",
     "qos": "limits",
-    "relay": "files",
 }
 
 
