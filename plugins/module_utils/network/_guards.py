@@ -209,9 +209,14 @@ def apply(params: Params, step: _change.Step) -> None:
     elif step.name == "guard_bridge":
         _flows.install_base(bridge)
     elif step.name == "remove_flows":
-        _flows.remove(bridge, step.subject.removeprefix("flows "))
+        cookie = step.subject.removeprefix("flows ")
+        with _one_writer():
+            if cookie not in _on_bridge(params):
+                _flows.remove(bridge, cookie)
     elif step.name == "remove_filter":
-        _port_filter.remove(step.subject)
+        with _one_writer():
+            if step.subject not in _on_bridge(params):
+                _port_filter.remove(step.subject)
     elif step.name == "guard_port":
         guards = {guard.port: guard for guard in _with_probe(params).values()}
         guard, number = guards.get(step.subject), _flows.port_number(step.subject)
@@ -221,6 +226,16 @@ def apply(params: Params, step: _change.Step) -> None:
     elif step.name == "load_firewall":
         with _one_writer():
             _firewall.install(_rules(params, _with_probe(params)))
+
+
+def _on_bridge(params: Params) -> set[str]:
+    """Cookie and port of each guard whose port is on the bridge now: since the ports were read, the
+    start hook of a slice may have loaded its guard.
+    """
+    numbers = _flows.ports()
+    guards = _with_probe(params).values()
+    there = [g for g in guards if numbers.get(g.port) and g.bridge == params["bridge"]]
+    return {name for guard in there for name in (guard.cookie, guard.port)}
 
 
 def rules_of(

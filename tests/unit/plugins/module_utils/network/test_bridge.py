@@ -20,6 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
     _guards,
     _nat,
+    _port_filter,
 )
 
 from tests.standin.switch import FEATURES, METER_FEATURES
@@ -169,6 +170,28 @@ def test_the_guard_of_a_slice_is_part_of_the_network(network: Network) -> None:
 
 
 @pytest.mark.covers("HOST-7")
+def test_a_slice_that_starts_meanwhile_keeps_its_guard(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libvirt's start hook loads it after the guardian has read the ports of the switch."""
+    drive()
+    settings = {**PARAMS, "tmfifo": False}
+    _guards.save(GUARD)
+    limits = _flows.connection_limits
+
+    def started() -> dict[int, int]:
+        if GUARD.port not in network.switch.bridges["ovsbr0"]:
+            network.switch.run(["ovs-vsctl", "add-port", "ovsbr0", GUARD.port])
+            _guards.install(settings, GUARD, 1)
+        return limits()
+
+    monkeypatch.setattr(_flows, "connection_limits", started)
+    _guards.restore(settings, with_firewall=True)
+    assert GUARD.port in _port_filter.installed()
+    assert _flows.installed("ovsbr0", GUARD.cookie)
+    assert _guards.restore(settings, with_firewall=True) == []
+
+
 def test_a_switch_that_cannot_track_connections_is_refused(network: Network) -> None:
     drive()
     network.switch.features = "CT state: No\n"
