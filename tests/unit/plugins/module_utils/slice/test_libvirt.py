@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
@@ -74,6 +76,21 @@ def test_a_guest_that_powers_off_is_graceful(script: Script) -> None:
 def test_a_guest_that_ignores_the_request_is_not(script: Script) -> None:
     script.on(*LOOK, "a", out=stats(a=(1, 1)))
     script.on(*VIRSH, "shutdown", "a")
+    assert not _libvirt.shut_down("a", deadline=0.01, check=list)
+
+
+def test_a_qemu_that_does_not_answer_is_no_obstacle_to_taking_its_power(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise no release of its slice would ever end."""
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if "shutdown" in argv:
+            raise Refusal("command_timeout", expected="", found="still running", remedy="")
+        return script.run(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
     assert not _libvirt.shut_down("a", deadline=0.01, check=list)
 
 
