@@ -223,7 +223,8 @@ def observe(params: _change.Params) -> State:
     )
     if not held:
         return state
-    others = _slots.other_domains(name)
+    names = [other for other in _libvirt.states() if other != name]
+    others = {o: _domain.parse(xml) for o, xml in _libvirt.definitions(names).items()}
     pids = list(_libvirt.processes(name))
     disks: dict[str, _block.Disk] = {}
     problems = _not_for_slices(allocation)

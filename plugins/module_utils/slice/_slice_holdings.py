@@ -81,7 +81,9 @@ def _traces_in(part: str, kinds: dict[str, _traces.Look]) -> Callable[[], Rows]:
 
 
 def _domains(traces: _traces.Look, limit: _qos.Limit | None) -> Rows:
-    rows = [{**trace.row, **_devices_of(trace.row["name"])} for trace in traces()]
+    listed = {trace.row["name"]: trace.row for trace in traces()}
+    definitions = _libvirt.definitions(listed)
+    rows = [{**listed[name], **_devices_of(xml)} for name, xml in definitions.items()]
     if any(row["off_by_guest"] for row in rows) and _host_stops():
         # The host is shutting down its guests; they did not power off by themselves.
         rows = [{**row, "off_by_guest": False} for row in rows]
@@ -96,8 +98,8 @@ def _host_stops() -> bool:
     return answer.out.strip() == "stopping"
 
 
-def _devices_of(name: str) -> dict[str, list[str]]:
-    description = _domain.parse(_libvirt.definition(name))
+def _devices_of(xml: str) -> dict[str, list[str]]:
+    description = _domain.parse(xml)
     return {"devices": list(description["hostdevs"]), "disks": list(description["disks"])}
 
 

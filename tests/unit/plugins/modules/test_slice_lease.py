@@ -174,6 +174,33 @@ def test_what_the_host_lacks(host: Path, params: dict[str, Any], expected: str) 
     assert _ledger.entries() == []
 
 
+def defined(monkeypatch: pytest.MonkeyPatch, xml: str) -> None:
+    """Define another domain."""
+    monkeypatch.setattr(_libvirt, "states", lambda: {"other": _libvirt.State("shut off")})
+    monkeypatch.setattr(_libvirt, "definition", lambda _name: xml)
+
+
+def test_what_another_domain_names_is_taken(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = f"<disk type='block'><source dev='{BY_ID}'/></disk>"
+    defined(monkeypatch, f"<domain><devices>{disk}</devices></domain>")
+    outcome = drive(PARAMS)
+    assert code(outcome) == "device_in_use"
+    assert outcome.failure is not None and "other" in outcome.failure.found
+
+
+def test_a_slice_that_another_run_removes_meanwhile_is_no_obstacle(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its domain is listed, and undefined before its definition is read."""
+
+    def gone(_name: str) -> str:
+        raise _change.Refusal("command_failed", expected="", found="no domain", remedy="")
+
+    monkeypatch.setattr(_libvirt, "states", lambda: {"other": _libvirt.State("shut off")})
+    monkeypatch.setattr(_libvirt, "definition", gone)
+    assert code(drive(PARAMS)) == ""
+
+
 def test_cpus_of_others_are_not_given_twice(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _pinning.record(TWO, {"cpus": [0]})
     assert drive(PARAMS).facts["bundle"]["cpus"] == [1]

@@ -32,7 +32,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_domains_and_their_states(script: Script) -> None:
     script.on(*LOOK, out=stats(a=(1, 1), b=(5, 0), c=(3, 11), d=(99, 0)))
-    assert _libvirt.domains() == {"a": "running", "b": "shut off", "c": "paused", "d": "state 99"}
+    words = {name: state.name for name, state in _libvirt.states().items()}
+    assert words == {"a": "running", "b": "shut off", "c": "paused", "d": "state 99"}
 
 
 def test_no_domains(script: Script) -> None:
@@ -64,6 +65,18 @@ def test_a_domain_that_is_not_found_is_looked_for_in_all(script: Script) -> None
     assert (_libvirt.state("b"), _libvirt.state("ending")) == (None, None)
     with pytest.raises(Refusal, match="command_failed"):
         _libvirt.state("b")
+
+
+def test_a_domain_that_goes_meanwhile_has_no_definition(script: Script) -> None:
+    """A release of its slice may end between the list of all domains and this query."""
+    script.on(*VIRSH, "dumpxml", "--inactive", "a", out="<domain/>")
+    for name in ("gone", "b"):
+        script.on(*VIRSH, "dumpxml", "--inactive", name, rc=1, err="no answer")
+    script.on(*LOOK, "gone", rc=1).on(*LOOK, out=stats(a=(1, 1)))
+    assert _libvirt.definitions(["a", "gone"]) == {"a": "<domain/>"}
+    script.on(*LOOK, "b", out=stats(b=(1, 1)))
+    with pytest.raises(Refusal, match="no answer"):
+        _libvirt.definitions(["b"])
 
 
 def test_a_guest_that_powers_off_is_graceful(script: Script) -> None:
