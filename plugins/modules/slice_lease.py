@@ -164,6 +164,7 @@ domain:
   sample: {state: running}
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -549,8 +550,14 @@ def _resolved(slot: _slots.Slot, state: State) -> dict[str, Any]:
     }
 
 
-# Plans are made one at a time: resources that a plan takes are recorded before the next plan.
-SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=lambda _params: _pinning.locked())
+def exclusive(params: _change.Params) -> AbstractContextManager[None]:
+    """Plans are made one at a time: resources that a plan takes are recorded before the next plan.
+    A fence takes none, and must not wait for a plan that a dead disk holds up.
+    """
+    return nullcontext() if params["state"] == "fenced" else _pinning.locked()
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=exclusive)
 
 
 def _lacking(what: str, expected: str, node: int | None, found: str) -> Refusal:

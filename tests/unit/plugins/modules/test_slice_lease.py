@@ -149,6 +149,17 @@ def test_giving_back_needs_no_boot(host: Path) -> None:
     assert drive(RELEASED).done == ["release_slot", "forget_plan"]
 
 
+def test_a_plan_that_hangs_holds_up_no_fence(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch waits for a dead disk. The releases of other slices can still shut late runs out."""
+    drive(SECOND)
+    monkeypatch.setattr(_host, "LOCK_S", 0.1)
+    with _pinning.locked():
+        fenced = drive({**SECOND, "state": "fenced", "slots": [{**SECOND["slots"][0], "fence": 8}]})
+        assert (fenced.done, code(fenced)) == (["raise_fence"], "")
+        with pytest.raises(_change.Refusal, match="lock_held"):
+            drive(PARAMS)
+
+
 @pytest.mark.covers("I10")
 def test_a_newer_fence_of_the_same_allocation_is_written_down(host: Path) -> None:
     drive(PARAMS)
