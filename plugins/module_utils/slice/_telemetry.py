@@ -82,10 +82,12 @@ class Collector:
             problems: list[str] = []
             slices = measure(settings, problems)
             running = {key for key, values in slices.items() if values["state"] == "running"}
-            self._follow(running)
             differs = _differing(settings, problems)
-            if self._lost_limits(slices, running):
-                differs.append("limit_missing")
+            # Without an answer, as while libvirt starts another slice, nothing is known of any.
+            if "libvirt" not in problems:
+                self._follow(running)
+                if self._lost_limits(slices, running):
+                    differs.append("limit_missing")
             self._write(slices, problems, differs)
         return ()
 
