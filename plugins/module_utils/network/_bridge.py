@@ -96,7 +96,7 @@ def observe(params: Params) -> State:
         forwarding=_slice_network.forwarding(),
         nat=_nat.is_established(params),
         uplink=uplink(),
-        isolation=_guards.observe(params) if there else None,
+        isolation=_guards.observe(params) if there and not _invalid(params) else None,
         lacking=tuple(_guards.lacking(params["bridge"])) if there else (),
         local=tuple(_flows.local_addresses()),
         entries=_entries(),
@@ -106,7 +106,7 @@ def observe(params: Params) -> State:
 
 def plan(params: Params, state: State) -> _change.Plan:
     bridge = params["bridge"]
-    blockers = [*_mismatch(params), *state.lacking]
+    blockers = [*_invalid(params), *state.lacking]
     if bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
     steps = []
@@ -279,6 +279,11 @@ def _interface(entry: Mapping[str, Any], name: str) -> Interface:
             if info.get("scope") == "global"
         ),
     )
+
+
+def _invalid(params: Params) -> list[Refusal]:
+    """Reasons against the profile's network that hold on any host."""
+    return _mismatch(params) or _guards.problems(params, [])
 
 
 def _mismatch(params: Params) -> list[Refusal]:

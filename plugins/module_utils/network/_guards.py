@@ -303,6 +303,9 @@ def problems(params: Params, local: list[str]) -> list[Refusal]:
     if not LEAST_RATE <= rate <= HIGHEST_RATE:
         expected = f"a number from {LEAST_RATE} to {HIGHEST_RATE}"
         refusals.append(_invalid("packets_per_second", expected, str(rate)))
+    if (target := str(params.get("egress_probe") or "")) and not _is_target(target):
+        expected = "an address such as 9.9.9.9, or with a port of TCP as 9.9.9.9:443"
+        refusals.append(_invalid("egress_probe", expected, target))
     gateway = ipaddress.IPv4Interface(params["address"]).ip
     for text in params.get(_baseline_files.NAME_SERVERS) or ():
         try:
@@ -327,6 +330,15 @@ def problems(params: Params, local: list[str]) -> list[Refusal]:
                 expected = "networks without an address of the host"
                 refusals.append(_invalid(name, expected, f"{text}, which contains {reached}"))
     return refusals
+
+
+def _is_target(text: str) -> bool:
+    address, colon, port = text.partition(":")
+    try:
+        ipaddress.IPv4Address(address)
+        return not colon or 0 < int(port) < 65536
+    except ValueError:
+        return False
 
 
 def lacking(bridge: str) -> list[Refusal]:

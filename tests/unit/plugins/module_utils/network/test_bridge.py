@@ -273,6 +273,29 @@ def test_an_address_outside_the_subnet_is_refused(
     assert outcome.failure is not None and outcome.failure.code == "network_invalid"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"denied_networks": ["8.8.8.8/24"]},
+        {"name_servers": ["dns.example.org"]},
+        {"egress_probe": "example.org:443"},
+        {"egress_probe": "9.9.9.9:0"},
+        {"subnet": "10.100.0.1/24"},
+    ],
+)
+@pytest.mark.parametrize("built", [False, True])
+def test_a_network_that_is_none_is_refused_by_its_name(
+    network: Network, wrong: dict[str, Any], built: bool
+) -> None:
+    if built:
+        drive()
+    flows = dict(network.switch.flows)
+    failure = drive(**wrong).failure
+    assert failure is not None and failure.code == "network_invalid"
+    assert next(iter(wrong)) in failure.remedy
+    assert network.switch.flows == flows
+
+
 def test_the_cards_link_gets_its_address_when_asked(network: Network) -> None:
     network.interface("tmfifo_net0")
     outcome = drive(tmfifo=True)
