@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 from pathlib import Path
 from typing import Any
@@ -641,6 +642,22 @@ def test_a_guest_whose_tcp_stops_is_named(parity: Any, monkeypatch: pytest.Monke
 def test_without_a_target_there_is_no_proof(parity: Any, machine: Any) -> None:
     network = parity.profile["network"] | {"egress_probe": ""}
     assert _checks_network.guest_egress(parity.facts(network=network)).status == "FAIL"
+
+
+def test_without_a_target_a_guest_still_shows_the_rest(
+    parity: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other check fails with `guest_egress` on a host without a default gateway."""
+
+    def look(probe: _guest_probe.Probe) -> _guest_probe.Finding:
+        # As the filter of the packets that leave is made.
+        assert ipaddress.IPv4Address(probe.target.partition(":")[0])
+        return _guest_probe.Finding(None, True, "")
+
+    monkeypatch.setattr(_guest_probe, "look", look)
+    facts = parity.facts(network=parity.profile["network"] | {"egress_probe": ""})
+    assert facts.guest_problem == "" and _checks_network.guest_tcp(facts).status == "PASS"
+    assert _checks_network.guest_egress(facts).status == "FAIL"
 
 
 def test_dnsmasq_must_answer_a_guest(
