@@ -43,6 +43,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     RSHIM,
     Facts,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 
 IPOIB = _ipoib_address.FILE
 
@@ -436,20 +437,9 @@ def _duplicates(bootstrap_file: str) -> list[str]:
     """
     seen = {bootstrap_file: "bootstrap's own file"}
     problems = []
-    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
-        for word in file.read_text(errors="replace").replace("\n", ",").split(","):
-            key = word.strip().lower()
-            if not (_is_address(key) or key.count(":") == 5):
-                continue
+    for entry in _dnsmasq.reservations():
+        for key in filter(None, (entry.mac, entry.ip)):
             if key in seen:
                 problems.append(f"{key} is reserved in {seen[key]} and {entry.name}")
             seen[key] = entry.name
     return problems
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.IPv4Address(text)
-    except ValueError:
-        return False
-    return True

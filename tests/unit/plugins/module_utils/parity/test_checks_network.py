@@ -685,6 +685,8 @@ TEST = ("dnsmasq", "--test", "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dp
 def test_dnsmasq_settings(parity: Any, bootstrapped: Any, script: Any) -> None:
     machine = bootstrapped
     machine.file("/var/lib/gpuaas/dnsmasq/hosts.d/a", "52:54:00:64:00:0a,10.100.0.10,a\n")
+    # A run is about to replace the file.
+    machine.file("/var/lib/gpuaas/dnsmasq/hosts.d/.a.x", "52:54:00:64:00:0a,10.100.0.10,a\n")
     script.on(*TEST, err="dnsmasq: syntax check OK.")
     assert _checks_network.dnsmasq_config(parity.facts()).status == "PASS"
     machine.file("/var/lib/gpuaas/dnsmasq/hosts.d/b", "52:54:00:64:00:0b,10.100.0.10,b\n")
