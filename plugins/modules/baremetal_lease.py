@@ -101,12 +101,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _host_mode,
+    _ledger,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import disk_identity
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _whole_machine
 
-MACHINE = _whole_machine.MACHINE
+MACHINE = _ledger.MACHINE
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def observe(params: _change.Params) -> State:
     dead = params.get("written_off") or []
     entries = _whole_machine.entries([*params["disks"], *dead])
     allocation, target = params["allocation_id"], params["state"]
-    problems = [*_whole_machine.slice_mode(), *_whole_machine.stale(params["fence"], entries)]
+    problems = [*_host_mode.not_ordinary(), *_whole_machine.stale(params["fence"], entries)]
     state = State(entries)
     if target == "held" and not problems and not state.given_to(allocation):
         problems += _boot(params["boot_id"])

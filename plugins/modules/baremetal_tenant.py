@@ -107,13 +107,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _pool_workers,
     _tenant_account,
-    _whole_machine,
 )
 
 _FOLDERS = {
@@ -137,9 +137,8 @@ class State:
 def observe(params: _change.Params) -> State:
     name, uid = params["username"], params["uid"]
     home = _tenant_account.home_of(name)
-    problems = _whole_machine.slice_mode()
-    machine = {_whole_machine.MACHINE: _ledger.load(_whole_machine.MACHINE)}
-    problems += _whole_machine.stale(params["fence"], machine)
+    problems = _host_mode.not_ordinary()
+    problems += _ledger.load(_ledger.MACHINE).stale(params["fence"])
     if params["state"] == "present":
         problems += [*_tenant_account.taken(name, uid), *_keys(params["ssh_keys"])]
         problems += _pool_workers.missing_program() if params["workers"] else []
@@ -232,7 +231,7 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     name, uid = params["username"], params["uid"]
-    _ledger.check(_whole_machine.MACHINE, params["fence"])
+    _ledger.check(_ledger.MACHINE, params["fence"])
     match step.name:
         case "add_account":
             _command.run(_useradd(name, uid))

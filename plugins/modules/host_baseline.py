@@ -89,10 +89,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
-    _host_baseline,
-    _whole_machine,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _host_baseline
 
 Sections = dict[str, dict[str, str]]
 
@@ -116,8 +113,7 @@ class State:
 
 def observe(params: _change.Params) -> State:
     file = _file(params["allocation_id"])
-    machine = {_whole_machine.MACHINE: _ledger.load(_whole_machine.MACHINE)}
-    problems = tuple(_whole_machine.stale(params["fence"], machine))
+    problems = tuple(_ledger.load(_ledger.MACHINE).stale(params["fence"]))
     if params["state"] == "recorded":
         # A late run does not judge a record that belongs to a newer claim.
         return State(kept=None if problems else _kept(file), problems=problems)
@@ -157,7 +153,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     # Taking the baseline is slow. The fence is raised under this lock, so an older run has written
     # its record before that, and the release that follows removes it.
     with _ledger.locked():
-        _ledger.check(_whole_machine.MACHINE, params["fence"])
+        _ledger.check(_ledger.MACHINE, params["fence"])
         if recorded:
             _host.write(step.subject, text, mode=0o600)
         else:

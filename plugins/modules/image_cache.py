@@ -92,7 +92,7 @@ _FETCH_S = 4 * 3600.0
 
 @dataclass(frozen=True)
 class State:
-    """there: a file of that name exists. verified: it is unchanged since it was checked."""
+    """there: the image, or a part of it. verified: it is unchanged since it was checked."""
 
     path: str
     there: bool
@@ -105,7 +105,7 @@ def observe(params: _change.Params) -> State:
     index = _image_cache.verified(path)
     return State(
         path=path,
-        there=_image_cache.stamp_of(path) is not None,
+        there=bool(_image_cache.files(path)),
         verified=index is not None and index.stamp.size_bytes == params["size_bytes"],
         free_bytes=_download.free_bytes(path),
     )

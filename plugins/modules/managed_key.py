@@ -89,12 +89,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts, _change, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
+    _change,
+    _host_mode,
+    _ledger,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _managed_key,
     _tenant_account,
-    _whole_machine,
 )
 
 
@@ -107,9 +111,9 @@ class State:
 
 def observe(params: _change.Params) -> State:
     home = _tenant_account.home_of(params["username"])
-    entry = _ledger.load(_whole_machine.MACHINE)
-    problems = _whole_machine.slice_mode()
-    problems += _whole_machine.stale(params["fence"], {_whole_machine.MACHINE: entry})
+    entry = _ledger.load(_ledger.MACHINE)
+    problems = _host_mode.not_ordinary()
+    problems += entry.stale(params["fence"])
     user = _account(params)
     if params["state"] == "present":
         problems += [*_not_leased(params, entry), *_missing(params, user)]
@@ -134,7 +138,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def apply(params: _change.Params, _step: _change.Step) -> dict[str, Any] | None:
-    _ledger.check(_whole_machine.MACHINE, params["fence"])
+    _ledger.check(_ledger.MACHINE, params["fence"])
     home, line, user = (
         _tenant_account.home_of(params["username"]),
         _key_line(params),

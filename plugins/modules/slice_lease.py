@@ -164,21 +164,22 @@ domain:
   sample: {state: running}
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
     _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge, _nvlink
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _nvlink, _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _domain,
     _libvirt,
@@ -223,7 +224,8 @@ def observe(params: _change.Params) -> State:
     )
     if not held:
         return state
-    others = _slots.other_domains(name)
+    names = [other for other in _libvirt.states() if other != name]
+    others = {o: _domain.parse(xml) for o, xml in _libvirt.definitions(names).items()}
     pids = list(_libvirt.processes(name))
     disks: dict[str, _block.Disk] = {}
     problems = _not_for_slices(allocation)
@@ -231,15 +233,16 @@ def observe(params: _change.Params) -> State:
     if partition and params["state"] == "held":
         problems += _nvlink.refusals(partition)
     for slot in slots:
-        disk, trouble = _slots.disk(slot, own_pids=pids)
+        entry = entries[str(slot["slot_id"])]
+        disk, trouble = _block.judged(slot, own_pids=pids)
         if disk is not None:
-            disks[str(slot["slot_id"])] = disk
-            trouble += _slots.unproven(slot, disk)
+            disks[entry.slot_id] = disk
+            trouble += _unproven(entry, disk)
         passed = _slots.passthrough(_slots.addresses(slot), own_pids=pids)
-        rest = [*_slots.ledger(slot, allocation), *_slots.claimed(slot, others)]
+        rest = [*entry.refusals(allocation, int(slot["fence"])), *_claimed(slot, others)]
         problems += [*rest, *trouble, *passed]
     pins = [pin for other in others.values() for pin in other["pins"]]
-    taken = {cpu for pin in pins for cpu in _domain.listed(pin)}
+    taken = {cpu for pin in pins for cpu in _host.numbers(pin)}
     given, lacking = _given(params, slots, taken, state)
     return State(
         entries=entries,
@@ -254,8 +257,34 @@ def observe(params: _change.Params) -> State:
 
 def _not_for_slices(allocation: str) -> list[Refusal]:
     """Refusals when the host is not for slices: converted, or leased as a whole."""
-    outside = [] if _boot_service.slice_mode() else [_boot_service.not_slice_mode()]
+    outside = [] if _host_mode.is_slice() else [_host_mode.not_slice()]
     return [*outside, *_ledger.machine_taken(allocation)]
+
+
+def _unproven(entry: _ledger.Entry, disk: _block.Disk) -> list[Refusal]:
+    """Reasons why the slot's disk does not count as wiped (I5)."""
+    # The entry's own refusals cover a dirty slot: it belongs to this claim, or is `disk_dirty`.
+    if entry.dirty or _proof.standing(disk.disk_identity) is not None:
+        return []
+    return [
+        Refusal(
+            "not_clean",
+            expected=f"a wipe proof of {disk.disk_identity} in slot {entry.slot_id}"
+            " that still stands",
+            found="no proof, or the disk was marked dirty since",
+            remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
+        )
+    ]
+
+
+def _claimed(slot: _slots.Slot, others: dict[str, _domain.Description]) -> list[Refusal]:
+    """Parts of the slot that another domain's definition names."""
+    parts = {*_slots.addresses(slot), str(slot["nvme_device"])}
+    return [
+        _slots.unfit("device_in_use", ", ".join(sorted(shared)), "free", f"in the domain {name}")
+        for name, description in others.items()
+        if (shared := parts.intersection([*description["hostdevs"], *description["disks"]]))
+    ]
 
 
 def _given(
@@ -278,7 +307,7 @@ def _given(
             text = f"{cell['memory_mib']} MiB free"
             shortage = f"{free} MiB, of which {promised} MiB are promised to other slices"
             lacking.append(_lacking(what, text, place, shortage))
-    if requirements["bridge"] not in _bridge.bridges():
+    if requirements["bridge"] not in _slice_network.bridges():
         lacking.append(
             _lacking("bridge", f"the bridge {requirements['bridge']}", None, "no such bridge")
         )
@@ -475,15 +504,8 @@ def _plan_release(params: _change.Params, state: State) -> _change.Plan:
 
 
 def _stale(slots: list[_slots.Slot], state: State) -> list[Refusal]:
-    blockers = []
-    for slot in slots:
-        entry = state.entries[str(slot["slot_id"])]
-        if int(slot["fence"]) < entry.fence:
-            try:
-                _ledger.check(entry.slot_id, int(slot["fence"]))
-            except Refusal as refusal:
-                blockers.append(refusal)
-    return blockers
+    rows = ((state.entries[str(slot["slot_id"])], int(slot["fence"])) for slot in slots)
+    return [refusal for entry, fence in rows for refusal in entry.stale(fence)]
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
@@ -528,8 +550,14 @@ def _resolved(slot: _slots.Slot, state: State) -> dict[str, Any]:
     }
 
 
-# Plans are made one at a time: resources that a plan takes are recorded before the next plan.
-SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=lambda _params: _pinning.locked())
+def exclusive(params: _change.Params) -> AbstractContextManager[None]:
+    """Plans are made one at a time: resources that a plan takes are recorded before the next plan.
+    A fence takes none, and must not wait for a plan that a dead disk holds up.
+    """
+    return nullcontext() if params["state"] == "fenced" else _pinning.locked()
+
+
+SUBJECT = _change.Subject(observe, plan, apply, facts, exclusive=exclusive)
 
 
 def _lacking(what: str, expected: str, node: int | None, found: str) -> Refusal:

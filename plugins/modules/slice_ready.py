@@ -297,9 +297,10 @@ def console_tail(allocation_id: str) -> list[str]:
 def domain_state(allocation_id: str) -> str:
     """State from libvirt. A libvirt that does not answer must not hide other evidence."""
     try:
-        return _libvirt.domains().get(_object_names.domain_name(allocation_id), "absent")
+        state = _libvirt.state(_object_names.domain_name(allocation_id))
     except Refusal:
         return "unknown"
+    return state.name if state else "absent"
 
 
 def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal | None]:

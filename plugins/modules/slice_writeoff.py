@@ -137,12 +137,7 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
 
 
 def _refusals(slot: dict[str, Any], entry: _ledger.Entry, state: State) -> list[Refusal]:
-    blockers = []
-    if slot["fence"] < entry.fence:
-        try:
-            _ledger.check(entry.slot_id, slot["fence"])
-        except Refusal as refusal:
-            blockers.append(refusal)
+    blockers = entry.stale(slot["fence"])
     if entry.allocation_id != slot["allocation_id"]:
         blockers.append(_ledger.not_its_holder(entry, slot["allocation_id"]))
     elif entry.allocation_id in state.machines:

@@ -60,6 +60,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -95,7 +96,7 @@ class State:
 
 def observe(params: _change.Params) -> State:
     entries = _whole_machine.entries(params["disks"])
-    problems = [*_whole_machine.slice_mode(), *_whole_machine.stale(params["fence"], entries)]
+    problems = [*_host_mode.not_ordinary(), *_whole_machine.stale(params["fence"], entries)]
     uses: dict[str, Use] = {}
     for disk in params["disks"]:
         try:
@@ -201,7 +202,7 @@ def _path(swap: str) -> str:
 
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
-    _ledger.check(_whole_machine.MACHINE, params["fence"])
+    _ledger.check(_ledger.MACHINE, params["fence"])
     match step.name:
         case "unmount":
             _unmount(step)

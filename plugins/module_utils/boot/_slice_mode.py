@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _host_mode
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
 
 Params = Mapping[str, Any]
 
 
 def observe(_params: Params) -> str | None:
-    return _host.kept(_boot_service.SLICE_MODE)
+    return _host.kept(_host_mode.MARKER)
 
 
 def plan(params: Params, state: str | None) -> _change.Plan:
@@ -23,7 +23,7 @@ def plan(params: Params, state: str | None) -> _change.Plan:
     if state == content:
         return _change.Plan()
     name = "remove_file" if content is None else "write_file"
-    return _change.Plan((_change.Step(name, _boot_service.SLICE_MODE, state, content),))
+    return _change.Plan((_change.Step(name, _host_mode.MARKER, state, content),))
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any] | None:

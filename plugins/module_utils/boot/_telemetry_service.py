@@ -20,7 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _telemetry
 
 # Also the principal of the reconciler's certificate for this account.
-ACCOUNT = _telemetry.ACCOUNT
+ACCOUNT = _accounts.TELEMETRY
 PRINCIPALS = _accounts.principals(ACCOUNT)
 # The host measures the age, by the clock that wrote the file, so that the snapshot of a stopped
 # service is not printed. The folder belongs to root, so nobody else can put a link there.

@@ -16,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
+    _host_mode,
     _ledger,
     _pci,
 )
@@ -77,7 +78,7 @@ def observe(params: Params) -> State:
     parents = {d.physfn for d in devices.values() if d.physfn} - set(devices)
     devices.update({a: _pci.read(a) for a in parents if _pci.present(a)})
     state = State(
-        slice_mode=_boot_service.slice_mode(),
+        slice_mode=_host_mode.is_slice(),
         recorded=kept,
         devices=devices,
         users={},
@@ -156,7 +157,7 @@ def _plan(params: Params, state: State, dead: Sequence[str]) -> _change.Plan:
     refusals += [_busy(a, state) for a in release if _is_ours(state.devices.get(a))]
     blockers = [refusal for refusal in refusals if refusal is not None]
     if bind and not state.slice_mode:
-        blockers.insert(0, _boot_service.not_slice_mode())
+        blockers.insert(0, _host_mode.not_slice())
     steps = [_binding(state.devices[a]) for a in bind if a in state.devices]
     steps += [_release(state.devices[a]) for a in release if a in state.devices]
     open_steps = tuple(step for step in steps if step.before != step.after)
@@ -215,7 +216,7 @@ _PRESENT = _tenancy.guarded(
 
 def boot(settings_path: str) -> int:
     """Bind the recorded devices at boot. On a host without slice mode they stay unbound."""
-    if not _boot_service.slice_mode():
+    if not _host_mode.is_slice():
         return 0
     # Virtual functions and cards behind slow buses may not exist yet, and GPU monitoring holds a
     # device only briefly. Users that stay are reported when the time is over.
@@ -231,7 +232,7 @@ def claim(settings_path: str) -> int:
     kernel may bind claimed devices as soon as vfio-pci is loaded; `boot` binds the rest and checks
     all of them.
     """
-    return _boot_service.boot(_CLAIM, settings_path) if _boot_service.slice_mode() else 0
+    return _boot_service.boot(_CLAIM, settings_path) if _host_mode.is_slice() else 0
 
 
 def _unclaimed(_params: Params) -> list[str]:

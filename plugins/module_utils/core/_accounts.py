@@ -14,6 +14,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 
 # Folder with a file per account, which sshd reads at its logins (see the enrolment script).
 PRINCIPALS = "/etc/ssh/gpuaas_principals"
+# Reads the telemetry of slices, and nothing else.
+TELEMETRY = "gpuaas-telemetry"
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 LIBRARY, PACKAGE = _boot_files.LIBRARY, _boot_files.PACKAGE
-SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 STEPS = ("install_service", "start_service", "remove_service")
 
 Unit = _boot_files.Unit
-# Interval at which a guardian usually compares its subject with the host.
-PERIOD_S = 2.0
 
 # Address of systemd's notification socket, taken from the environment at the first use.
 _NOTIFY: dict[str, str] = {}
@@ -173,29 +170,6 @@ def services(names: Iterable[str]) -> dict[str, Service]:
     return {name: _service(block) for name, block in zip(units, blocks, strict=True)}
 
 
-def mode() -> str:
-    """`slice`, `baremetal`, or "" on a host that was never bootstrapped."""
-    try:
-        return str(json.loads(_host.read(SLICE_MODE) or "{}").get("mode", ""))
-    except (ValueError, AttributeError):
-        return ""
-
-
-def slice_mode() -> bool:
-    """Whether this host was put into slice mode on purpose (bootstrap writes the file)."""
-    return mode() == "slice"
-
-
-def not_slice_mode() -> Refusal:
-    """The refusal for a host without slice mode."""
-    return Refusal(
-        "not_slice_mode",
-        expected=f"a host put into slice mode ({SLICE_MODE})",
-        found="no such file on this host",
-        remedy="run the bootstrap playbook, which puts the host into slice mode",
-    )
-
-
 def boot(
     subject: _change.Subject,
     settings_path: str,
@@ -239,7 +213,7 @@ def watch(
     restore: Callable[[dict[str, Any], int], Iterable[list[str]]],
     *,
     trouble: str,
-    period_s: float = PERIOD_S,
+    period_s: float = 2.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Body of a guardian after its boot: restore what differs, every period_s seconds, for ever.

@@ -44,7 +44,6 @@ def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
                     raise _too_large(url, limit)
                 _write_sparse(sink, block)
             sink.truncate()
-            os.fsync(sink.fileno())
         if packed is not place:
             place.unlink(missing_ok=True)
             _unpack(packed, place, url, size_bytes)

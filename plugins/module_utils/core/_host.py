@@ -154,6 +154,15 @@ def open_files(process: str = "[0-9]*") -> Iterator[tuple[int, str]]:
             continue
 
 
+def numbers(text: str) -> list[int]:
+    """The list format of the kernel and libvirt: `0-3,8` is 0, 1, 2, 3, 8."""
+    every: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _sep, last = part.partition("-")
+        every.extend(range(int(first), int(last or first) + 1))
+    return every
+
+
 def write(absolute: str, text: str, mode: int = 0o644) -> None:
     """Replace a file atomically, with its mode; file and folder are synced."""
     target = path(absolute)

@@ -63,6 +63,44 @@ class Entry:
         document["disk"] = document.pop("disk_identity")
         return document
 
+    def stale(self, fence: int) -> list[Refusal]:
+        """The refusal of a fence lower than the highest seen; [] for any other."""
+        if fence >= self.fence:
+            return []
+        return [
+            Refusal(
+                "stale_fence",
+                expected=f"a fence of at least {self.fence} for slot {self.slot_id}",
+                found=f"fence {fence}",
+                remedy="this run belongs to an older claim: read the slot, do not retry",
+            )
+        ]
+
+    def refusals(self, allocation_id: str, fence: int) -> list[Refusal]:
+        """Reasons why an allocation cannot take the hold under a fence."""
+        if stale := self.stale(fence):
+            return stale
+        reasons = []
+        if self.allocation_id not in ("", allocation_id) and fence == self.fence:
+            reasons.append(
+                Refusal(
+                    "slot_leased",
+                    expected=f"slot {self.slot_id} free or leased by {allocation_id}",
+                    found=f"leased by {self.allocation_id} under the same fence {fence}",
+                    remedy="verify the absence of that allocation and release it first",
+                )
+            )
+        if self.dirty and self.allocation_id != allocation_id:
+            reasons.append(
+                Refusal(
+                    "disk_dirty",
+                    expected=f"a clean disk in slot {self.slot_id}",
+                    found=f"marked dirty at {self.dirty_at} and not wiped since",
+                    remedy="wipe the slot (`gpuaas recover`) before it is given to another tenant",
+                )
+            )
+        return reasons
+
 
 _KINDS: dict[str, type] = {
     "fence": int,
@@ -111,13 +149,8 @@ def entries() -> list[Entry]:
 def check(slot_id: str, fence: int) -> Entry:
     """Refuse a fence lower than the highest seen. Call it before every destructive step."""
     entry = load(slot_id)
-    if fence < entry.fence:
-        raise Refusal(
-            "stale_fence",
-            expected=f"a fence of at least {entry.fence} for slot {slot_id}",
-            found=f"fence {fence}",
-            remedy="this run belongs to an older claim: read the slot, do not retry",
-        )
+    for refusal in entry.stale(fence):
+        raise refusal
     return entry
 
 
@@ -206,22 +239,8 @@ def hold(slot_id: str, *, fence: int, allocation_id: str, disk_identity: str) ->
     with locked():
         entry = check(slot_id, fence)
         exclude = others_leased if slot_id == MACHINE else machine_taken
-        for refusal in exclude(allocation_id):
+        for refusal in (*exclude(allocation_id), *entry.refusals(allocation_id, fence)):
             raise refusal
-        if entry.allocation_id not in ("", allocation_id) and fence == entry.fence:
-            raise Refusal(
-                "slot_leased",
-                expected=f"slot {slot_id} free or leased by {allocation_id}",
-                found=f"leased by {entry.allocation_id} under the same fence {fence}",
-                remedy="verify the absence of that allocation and release it first",
-            )
-        if entry.dirty and entry.allocation_id != allocation_id:
-            raise Refusal(
-                "disk_dirty",
-                expected=f"a clean disk in slot {slot_id}",
-                found=f"marked dirty at {entry.dirty_at} and not wiped since",
-                remedy="wipe the slot (`gpuaas recover`) before it is given to another tenant",
-            )
         same = (entry.allocation_id, entry.fence) == (allocation_id, fence)
         power_fence = entry.power_fence if same else 0
         entry = replace(entry, fence=fence, allocation_id=allocation_id, power_fence=power_fence)

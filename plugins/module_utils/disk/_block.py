@@ -13,9 +13,9 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -52,6 +52,23 @@ def usage(disk: Disk, *, dirty: bool = False) -> Usage:
     with contextlib.suppress(OSError):
         used = replace(used, filesystems=_usage.signatures(disk))
     return used
+
+
+def judged(
+    slot: Mapping[str, Any], *, own_pids: Collection[int] = ()
+) -> tuple[Disk | None, list[Refusal]]:
+    """The disk of a slot bundle as the device identifies itself, and reasons against its use.
+
+    own_pids: the QEMU of the allocation that already holds the slot, whose use is no obstacle.
+    """
+    try:
+        disk = of_slot(slot)
+        used = usage(disk)
+    except Refusal as refusal:
+        return None, [refusal]
+    if own_pids and set(used.qemu_pids) <= set(own_pids):
+        used.qemu_pids.clear()
+    return disk, refusals(disk, used)
 
 
 def refusals(disk: Disk, used: Usage, exclude: Iterable[str] = ()) -> list[Refusal]:

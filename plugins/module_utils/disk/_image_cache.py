@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,8 @@ def _checked(path: str, digest: str, size_bytes: int) -> Index:
     if before is None:
         raise missing(path)
     with _host.path(path).open("rb") as source:
+        # The index must not outlive the bytes over a loss of power.
+        os.fsync(source.fileno())
         measured, chunks = measure(source.fileno(), before.size_bytes)
     if measured != digest or before.size_bytes != size_bytes:
         raise mismatch(path, digest, f"{measured}, {before.size_bytes} bytes", size_bytes)
@@ -136,12 +139,22 @@ def _keep_index(path: str, index: Index) -> Index:
     return kept
 
 
+def files(path: str) -> list[str]:
+    """What is there of an image: its index, the image, and drafts of a download that was killed."""
+    folder, image = Path(path).parent, Path(path).stem
+    names = _host.listed(str(folder))
+    return [str(folder / name) for name in names if name.partition(".")[0] == image]
+
+
 def forget(path: str) -> None:
-    """Remove an image and its index; the index goes first, so that it never exists without its
-    image.
-    """
+    """Remove an image; its index goes first, so that it never exists without its image."""
+    for file in files(path):
+        _host.remove(file)
+
+
+def distrust(path: str) -> None:
+    """Have an image fetched again before its next use."""
     _host.remove(_index_path(path))
-    _host.remove(path)
 
 
 def measure(descriptor: int, size: int) -> tuple[str, tuple[str, ...]]:

@@ -7,6 +7,7 @@ to write zeros.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -95,6 +96,10 @@ def copy(image_path: str, index: _image_cache.Index, descriptor: int, progress: 
         with ThreadPoolExecutor(_THREADS) as threads:
             _all(threads, (threads.submit(put, piece) for piece in pieces(index)))
         os.fsync(descriptor)
+    except Refusal:
+        # The file has rotted. Its index would vouch for it at every launch from now on.
+        _image_cache.distrust(image_path)
+        raise
     finally:
         os.close(source)
 
@@ -127,7 +132,9 @@ def too_small(disk: Disk, size_bytes: int) -> Refusal:
 def _copy_chunk(source: int, descriptor: int, piece: Piece, buffer: mmap.mmap) -> None:
     padded = _whole_pages(piece.length)
     with memoryview(buffer) as whole, whole[: piece.length] as view:
-        got = _device.fill(source, view, piece.offset)
+        got = 0
+        with contextlib.suppress(OSError):
+            got = _device.fill(source, view, piece.offset)
         if got != piece.length or _image_cache.chunk_digest(view) != piece.digest:
             raise Refusal(
                 "image_digest_mismatch",

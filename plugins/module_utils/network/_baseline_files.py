@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_units, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 
 DNSMASQ = "/etc/dnsmasq.d/gpuaas-slice.conf"
 RESERVATIONS = f"{_host.STATE_DIRECTORY}/dnsmasq/hosts.d"
 LEASES = "/var/lib/misc/dnsmasq.leases"
 SYSCTL = "/etc/sysctl.d/60-gpuaas-slice.conf"
-# Settings file of the boot service.
-SETTINGS = _boot_units.NETWORK.settings_path
+# Settings file of the boot service (`_boot_units`).
+SETTINGS = "/etc/gpuaas/network-baseline.json"
 
 # Suffixes that Debian's service skips in the folder.
 _IGNORED = (".dpkg-dist", ".dpkg-old", ".dpkg-new")

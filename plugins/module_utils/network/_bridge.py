@@ -11,7 +11,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,15 +29,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _guards,
     _host_filter,
     _nat,
+    _slice_network,
 )
 
-TMFIFO = "tmfifo_net0"
-TMFIFO_ADDRESS = "192.168.100.1/30"
-TMFIFO_PEER = "192.168.100.2"
-
+TMFIFO, TMFIFO_ADDRESS = _slice_network.TMFIFO, _slice_network.TMFIFO_ADDRESS
 DHCP = "dnsmasq.service"
-_DATABASE = "/run/openvswitch/db.sock"
-_FORWARDING = "/proc/sys/net/ipv4/ip_forward"
 # The kernel's connection table, for the whole host. A guest's connection to another machine has an
 # entry in its slice's zone and one in the host's own. With this size eight slices fill half of the
 # table, and the host can still be reached.
@@ -75,27 +72,6 @@ class State:
     filtering: tuple[str, ...] = ()
 
 
-def ports(bridge: str) -> list[str]:
-    """Names of the ports of an OVS bridge."""
-    return _lines(["ovs-vsctl", "--timeout=20", "list-ports", bridge])
-
-
-def running() -> bool:
-    """Whether Open vSwitch answers."""
-    return _host.path(_DATABASE).exists()
-
-
-def bridges() -> list[str]:
-    """Names of the OVS bridges; none while Open vSwitch does not run."""
-    if not running():
-        return []
-    return _lines(["ovs-vsctl", "--timeout=20", "list-br"])
-
-
-def forwarding() -> bool:
-    return _host.read(_FORWARDING) == "1"
-
-
 def _entries() -> int | None:
     file = _host.path(f"/proc/sys/{_TABLE.replace('.', '/')}")
     # In a container the table is its host's, and cannot be written.
@@ -112,15 +88,15 @@ def uplink() -> str:
 
 
 def observe(params: Params) -> State:
-    known = bridges()
+    known = _slice_network.bridges()
     there = params["bridge"] in known
     return State(
         bridges=tuple(known),
         interfaces=_interfaces(),
-        forwarding=forwarding(),
+        forwarding=_slice_network.forwarding(),
         nat=_nat.is_established(params),
         uplink=uplink(),
-        isolation=_guards.observe(params) if there else None,
+        isolation=_guards.observe(params) if there and not _invalid(params) else None,
         lacking=tuple(_guards.lacking(params["bridge"])) if there else (),
         local=tuple(_flows.local_addresses()),
         entries=_entries(),
@@ -130,7 +106,7 @@ def observe(params: Params) -> State:
 
 def plan(params: Params, state: State) -> _change.Plan:
     bridge = params["bridge"]
-    blockers = [*_mismatch(params), *state.lacking]
+    blockers = [*_invalid(params), *state.lacking]
     if bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
     steps = []
@@ -207,7 +183,27 @@ def boot(settings_path: str) -> int:
     The card's link may appear later.
     """
     failed = _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
-    return failed or _guards.watch(settings_path, restore)
+    return failed or watch(settings_path)
+
+
+def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
+    """Body of the boot service after the boot: restore the network for ever, the isolation of the
+    slices in each round.
+    """
+
+    def rounds(settings: Params, turn: int) -> Iterator[list[str]]:
+        yield _guards.restore(settings, with_firewall=turn % _guards.SELDOM == 0)
+        if turn % _guards.SELDOM == _guards.SELDOM - 1:
+            yield restore(settings)
+
+    # The bridge fails closed until the switch answers.
+    return _boot_service.watch(
+        settings_path,
+        rounds,
+        trouble="cannot restore the network",
+        period_s=_guards.PERIOD_S,
+        sleep=sleep,
+    )
 
 
 def restore(params: Params) -> list[str]:
@@ -285,6 +281,11 @@ def _interface(entry: Mapping[str, Any], name: str) -> Interface:
     )
 
 
+def _invalid(params: Params) -> list[Refusal]:
+    """Reasons against the profile's network that hold on any host."""
+    return _mismatch(params) or _guards.problems(params, [])
+
+
 def _mismatch(params: Params) -> list[Refusal]:
     try:
         subnet = ipaddress.IPv4Network(params["subnet"])
@@ -320,7 +321,3 @@ def _no_tmfifo() -> Refusal:
         remedy="guests do not need it; see `journalctl -u rshim` and whether the card's BMC or "
         "another host owns rshim, or set network.tmfifo to false in the profile",
     )
-
-
-def _lines(argv: list[str]) -> list[str]:
-    return [line for line in _command.run(argv).out.splitlines() if line.strip()]

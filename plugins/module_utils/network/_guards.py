@@ -13,15 +13,13 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _command,
     _host,
@@ -43,11 +41,11 @@ STEPS = (
     "load_firewall",
 )
 
-# Firewall, NAT and the like are compared in every n-th round only, because nothing but a person
-# changes them.
-_SELDOM = 5
-# The boot service has compared everything at least once in this time.
-ROUND_S = _boot_service.PERIOD_S * (_SELDOM + 1)
+# Seconds between two rounds of the network's boot service. Firewall, NAT and the like are compared
+# in every n-th round only, because nothing but a person changes them.
+PERIOD_S, SELDOM = 2.0, 5
+# It has compared everything at least once in this time.
+ROUND_S = PERIOD_S * (SELDOM + 1)
 
 # Limits of packets_per_second, as in the schema of profiles. A guest with fewer could not be used.
 LEAST_RATE, HIGHEST_RATE = 1_000, 100_000_000
@@ -211,9 +209,14 @@ def apply(params: Params, step: _change.Step) -> None:
     elif step.name == "guard_bridge":
         _flows.install_base(bridge)
     elif step.name == "remove_flows":
-        _flows.remove(bridge, step.subject.removeprefix("flows "))
+        cookie = step.subject.removeprefix("flows ")
+        with _one_writer():
+            if cookie not in _on_bridge(params):
+                _flows.remove(bridge, cookie)
     elif step.name == "remove_filter":
-        _port_filter.remove(step.subject)
+        with _one_writer():
+            if step.subject not in _on_bridge(params):
+                _port_filter.remove(step.subject)
     elif step.name == "guard_port":
         guards = {guard.port: guard for guard in _with_probe(params).values()}
         guard, number = guards.get(step.subject), _flows.port_number(step.subject)
@@ -223,6 +226,16 @@ def apply(params: Params, step: _change.Step) -> None:
     elif step.name == "load_firewall":
         with _one_writer():
             _firewall.install(_rules(params, _with_probe(params)))
+
+
+def _on_bridge(params: Params) -> set[str]:
+    """Cookie and port of each guard whose port is on the bridge now: since the ports were read, the
+    start hook of a slice may have loaded its guard.
+    """
+    numbers = _flows.ports()
+    guards = _with_probe(params).values()
+    there = [g for g in guards if numbers.get(g.port) and g.bridge == params["bridge"]]
+    return {name for guard in there for name in (guard.cookie, guard.port)}
 
 
 def rules_of(
@@ -290,6 +303,9 @@ def problems(params: Params, local: list[str]) -> list[Refusal]:
     if not LEAST_RATE <= rate <= HIGHEST_RATE:
         expected = f"a number from {LEAST_RATE} to {HIGHEST_RATE}"
         refusals.append(_invalid("packets_per_second", expected, str(rate)))
+    if (target := str(params.get("egress_probe") or "")) and not _is_target(target):
+        expected = "an address such as 9.9.9.9, or with a port of TCP as 9.9.9.9:443"
+        refusals.append(_invalid("egress_probe", expected, target))
     gateway = ipaddress.IPv4Interface(params["address"]).ip
     for text in params.get(_baseline_files.NAME_SERVERS) or ():
         try:
@@ -314,6 +330,15 @@ def problems(params: Params, local: list[str]) -> list[Refusal]:
                 expected = "networks without an address of the host"
                 refusals.append(_invalid(name, expected, f"{text}, which contains {reached}"))
     return refusals
+
+
+def _is_target(text: str) -> bool:
+    address, colon, port = text.partition(":")
+    try:
+        ipaddress.IPv4Address(address)
+        return not colon or 0 < int(port) < 65536
+    except ValueError:
+        return False
 
 
 def lacking(bridge: str) -> list[Refusal]:
@@ -350,27 +375,6 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
     for step in steps:
         apply(params, step)
     return [f"{step.name} {step.subject}" for step in steps]
-
-
-def watch(
-    settings_path: str,
-    restore_network: Callable[[Params], list[str]],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Body of the network's boot service after the boot: restore the isolation for ever.
-
-    restore_network: brings back the rest of the network, after the isolation; returns its steps.
-    """
-
-    def rounds(settings: Params, turn: int) -> Iterator[list[str]]:
-        yield restore(settings, with_firewall=turn % _SELDOM == 0)
-        if turn % _SELDOM == _SELDOM - 1:
-            yield restore_network(settings)
-
-    # The bridge fails closed until the switch answers.
-    trouble = "cannot restore the network"
-    return _boot_service.watch(settings_path, rounds, trouble=trouble, sleep=sleep)
 
 
 def _with_probe(params: Params) -> dict[str, _flows.Guard]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
@@ -21,10 +22,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _firewall,
+    _flows,
     _host_filter,
     _nat,
     _ovs_nat,
     _port_filter,
+    _slice_network,
 )
 
 _OFF = {"active": False, "enabled": False}
@@ -39,7 +42,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """ports: of the bridge, without its own port. reserved: files of slices in the reservations.
+    """ports: of slices on the bridge. reserved: files of slices in the reservations.
 
     translating: our rules of NAT. admitted: our rules in the host's filter.
     """
@@ -60,10 +63,11 @@ class State:
 def observe(params: Params) -> State:
     baseline = _ovs_nat.observe(params)
     bridge = params["bridge"]
-    there = _bridge.ports(bridge) if bridge in baseline.live.bridges else []
-    folder = _host.path(_ovs_nat.RESERVATIONS)
-    files = folder.iterdir() if folder.is_dir() else ()
-    reserved = tuple(sorted(file.name for file in files))
+    there = _slice_network.ports(bridge) if bridge in baseline.live.bridges else []
+    # A parity run that was killed leaves its port, which survives a restart of the host.
+    there = [name for name in there if name != _flows.PROBE_PORT]
+    names = _host.listed(_ovs_nat.RESERVATIONS)
+    reserved = tuple(name for name in names if not name.startswith("."))
     return State(
         baseline,
         tuple(there),
@@ -112,8 +116,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "remove_file":
         _host.remove(step.subject)
     elif step.name == "remove_folder":
-        # Not a recursive delete: a reservation added after the scan must stop this step.
-        _host.path(step.subject).rmdir()
+        _remove_folder(_host.path(step.subject))
     elif step.name == "remove_nat":
         _nat.remove(params)
     elif step.name == "remove_address":
@@ -135,6 +138,15 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     else:
         return _ovs_nat.apply(params, step)
     return None
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the folder, and drafts of writes that were cut off. A reservation that was added after
+    the scan stops it.
+    """
+    for draft in folder.glob(".*"):
+        draft.unlink()
+    folder.rmdir()
 
 
 def facts(params: Params, state: State) -> dict[str, Any]:

@@ -21,6 +21,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import (
     Refusal,
     blocker,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _iptables
+
+# The link of the fabric's card to this host, and the card's end.
+TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
+_DATABASE = "/run/openvswitch/db.sock"
 
 STALE_RESERVATIONS = "gpuaas-gpuaas-slice-*.conf"
 _TRANSLATIONS = {"MASQUERADE", "SNAT"}
@@ -54,10 +59,21 @@ def interfaces() -> dict[str, Interface]:
     }
 
 
-def nat_rules() -> list[str]:
-    """The POSTROUTING chain as iptables prints it."""
-    out = _command.run(["iptables", "-w", "-t", "nat", "-S", "POSTROUTING"]).out
-    return [line for line in out.splitlines() if line.startswith("-A ")]
+def switch_runs() -> bool:
+    """Whether Open vSwitch answers."""
+    return _host.path(_DATABASE).exists()
+
+
+def bridges() -> list[str]:
+    """Names of the bridges of Open vSwitch; none while it does not run."""
+    if not switch_runs():
+        return []
+    return _command.run(["ovs-vsctl", "--timeout=20", "list-br"]).out.split()
+
+
+def ports(bridge: str) -> list[str]:
+    """Names of the ports of a bridge of Open vSwitch, without its own."""
+    return _command.run(["ovs-vsctl", "--timeout=20", "list-ports", bridge]).out.split()
 
 
 def translates(rule: str, subnet: str) -> bool:
@@ -142,8 +158,8 @@ def observe(profile: Mapping[str, Any]) -> dict[str, Any]:
         },
         "tmfifo": {
             "required": bool(network.get("tmfifo")),
-            "present": "tmfifo_net0" in by_name,
-            "addresses": list(by_name["tmfifo_net0"].addresses) if "tmfifo_net0" in by_name else [],
+            "present": TMFIFO in by_name,
+            "addresses": list(by_name[TMFIFO].addresses) if TMFIFO in by_name else [],
         },
     }
     state["blockers"] = _blockers(state, network)
@@ -174,7 +190,7 @@ def _blockers(state: Mapping[str, Any], network: Mapping[str, Any]) -> list[Bloc
 def _rules_if_any() -> Sequence[str]:
     """Before bootstrap iptables may be missing; that counts as no rule, which is a blocker."""
     try:
-        return nat_rules()
+        return _iptables.listed("POSTROUTING", "nat")
     except Refusal:
         return []
 

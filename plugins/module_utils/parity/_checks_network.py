@@ -43,9 +43,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts im
     RSHIM,
     Facts,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 
-# The card's link, with the values that bootstrap writes (`_bridge`).
-TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
 IPOIB = _ipoib_address.FILE
 
 
@@ -374,12 +373,13 @@ def tmfifo(facts: Facts) -> Verdict:
     """The tmfifo link has its address, and the next boot starts the service that
     creates the link.
     """
-    interface = facts.interfaces.get(TMFIFO)
+    interface = facts.interfaces.get(_slice_network.TMFIFO)
     problems = []
     if interface is None:
-        problems.append(f"{TMFIFO} is missing")
-    elif TMFIFO_ADDRESS not in interface.addresses:
-        problems.append(f"{TMFIFO}: {', '.join(interface.addresses) or 'no address'}")
+        problems.append(f"{_slice_network.TMFIFO} is missing")
+    elif _slice_network.TMFIFO_ADDRESS not in interface.addresses:
+        addresses = ", ".join(interface.addresses) or "no address"
+        problems.append(f"{_slice_network.TMFIFO}: {addresses}")
     if facts.network.get("tmfifo"):
         unit = facts.unit(RSHIM)
         if not unit.file.startswith("enabled"):
@@ -389,8 +389,9 @@ def tmfifo(facts: Facts) -> Verdict:
 
 
 def rshim_peer(_facts: Facts) -> Verdict:
-    took = _guest_probe.echo(TMFIFO_PEER)
-    return failed(f"{TMFIFO_PEER} is silent") if took is None else passed(f"{took:.1f} ms")
+    peer = _slice_network.TMFIFO_PEER
+    took = _guest_probe.echo(peer)
+    return failed(f"{peer} is silent") if took is None else passed(f"{took:.1f} ms")
 
 
 def _fabric_interfaces(facts: Facts) -> list[str]:
@@ -434,23 +435,11 @@ def _duplicates(bootstrap_file: str) -> list[str]:
     """Addresses with two DHCP reservations, including the probe guest's address. dnsmasq does not
     start with such a pair, or it ignores the second reservation.
     """
-    folder = _host.path(_baseline_files.RESERVATIONS)
     seen = {bootstrap_file: "bootstrap's own file"}
     problems = []
-    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
-        for word in file.read_text(errors="replace").replace("\n", ",").split(","):
-            key = word.strip().lower()
-            if not (_is_address(key) or key.count(":") == 5):
-                continue
+    for entry in _dnsmasq.reservations():
+        for key in filter(None, (entry.mac, entry.ip)):
             if key in seen:
-                problems.append(f"{key} is reserved in {seen[key]} and {file.name}")
-            seen[key] = file.name
+                problems.append(f"{key} is reserved in {seen[key]} and {entry.name}")
+            seen[key] = entry.name
     return problems
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.IPv4Address(text)
-    except ValueError:
-        return False
-    return True

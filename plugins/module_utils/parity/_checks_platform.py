@@ -19,10 +19,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _ssh_certificate,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _boot_units,
     _file_edits,
     _host,
+    _host_mode,
     _ledger,
     _pci,
 )
@@ -168,7 +168,7 @@ def vfio_binding(facts: Facts) -> Verdict:
     if not facts.passthrough:
         return warned("no approved slot: nothing is to be bound yet")
     problems = []
-    if not _boot_service.slice_mode():
+    if not _host_mode.is_slice():
         problems.append("the host is not in slice mode: nothing would be bound at boot")
     dead = facts.dead_gpus
     # Without any GPU that answers, the fault is the host's.

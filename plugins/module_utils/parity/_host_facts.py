@@ -23,6 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtua
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _guards,
+    _iptables,
     _nat,
     _slice_network,
 )
@@ -80,7 +81,7 @@ class Facts:
 
     @cached_property
     def nat_rules(self) -> list[str]:
-        return _slice_network.nat_rules()
+        return _iptables.listed("POSTROUTING", "nat")
 
     @cached_property
     def boot_params(self) -> dict[str, Any]:
@@ -142,19 +143,17 @@ class Facts:
     @cached_property
     def _guest(self) -> _guest_probe.Finding | Refusal:
         target = str(self.network.get("egress_probe") or "") or _slice_network.gateway()
-        probe = _guest_probe.Probe(
-            network=self.network,
-            target=target,
-        )
+        # Without a target, which `guest_egress` names, the probe still shows the rest.
+        target = target or str(self.network["address"]).partition("/")[0]
         try:
-            return _guest_probe.look(probe)
+            return _guest_probe.look(_guest_probe.Probe(self.network, target))
         except Refusal as refusal:
             return refusal
         except OSError as broken:
             # The refusal is cached, so that the checks do not repeat a failed attempt.
             return Refusal(
                 "probe_failed",
-                expected=f"a stand-in for a guest on {probe.bridge}",
+                expected=f"a stand-in for a guest on {self.network['bridge']}",
                 found=str(broken),
                 remedy="repair the cause that the system names, then run parity again",
             )

@@ -18,13 +18,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _grub_menu,
     _host_tuning,
     _kernel_arguments,
-    _telemetry_service,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
     _boot_files,
-    _boot_service,
     _boot_units,
     _host,
+    _host_mode,
     _host_snapshot,
     _ledger,
     _managed_block,
@@ -37,45 +37,29 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _fstab_entries,
     _slice_disks,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
+    _ipoib_address,
+    _virtual_functions,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
-    _bridge,
     _host_filter,
     _slice_network,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _checks_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._host_facts import (
     OLD_BASELINE,
     Facts,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _traces
 
-SLICE_MODE = "/etc/gpuaas/slice-mode.json"
 # Kinds of traces that the functions below report, by parity check. The others need programs that a
 # bare-metal host may not run: domains are read from libvirt's files, and ports, flows and ingress
 # end with the bridge.
 TRACES = {
     "libvirt": ("qemu_process",),
     "slice_reservations": ("reservation",),
-    "slice_files": (
-        "nvram",
-        "seed",
-        "console",
-        "guard",
-        "fabric_guard",
-        "channel",
-        "ingress_file",
-        "nvlink_file",
-        "relay",
-    ),
+    "slice_files": (*_traces.FILES, "relay"),
     "slice_limits": ("qos",),
-}
-OTHERWISE = {
-    "domain": "libvirt",
-    "ovs_port": "ovs_bridge",
-    "flows": "ovs_bridge",
-    "ingress": "ovs_bridge",
 }
 # Package source of RACADM. Firmware is read on every machine, so it is no part of slice mode.
 RACADM_SOURCE = "/etc/apt/sources.list.d/dell-openmanage.sources"
@@ -199,7 +183,7 @@ def _slice_files(facts: Facts) -> Iterator[Item]:
 
 def _limits(facts: Facts) -> Iterator[Item]:
     """QoS rows outlive their bridge. They cannot be read while Open vSwitch does not run."""
-    there = _traces_of("slice_limits", facts) if _bridge.running() else []
+    there = _traces_of("slice_limits", facts) if _slice_network.switch_runs() else []
     yield _none("slice_limits", "rate limits of slices", [trace.text for trace in there])
 
 
@@ -209,8 +193,9 @@ def _traces_of(check: str, facts: Facts) -> list[_traces.Trace]:
 
 
 def _mode(_facts: Facts) -> Iterator[Item]:
-    state = "the host is still in slice mode" if _boot_service.slice_mode() else _file(SLICE_MODE)
-    yield Item("slice_mode", SLICE_MODE, "absent", state, ok=state == "absent")
+    marker = _host_mode.MARKER
+    state = "the host is still in slice mode" if _host_mode.is_slice() else _file(marker)
+    yield Item("slice_mode", marker, "absent", state, ok=state == "absent")
 
 
 def _binding(facts: Facts) -> Iterator[Item]:
@@ -294,7 +279,7 @@ def _made(device: _pci.Device, *, not_given_back: bool) -> tuple[str, bool]:
 
 def _ipoib(_facts: Facts) -> Iterator[Item]:
     """The site may have its own file under this name."""
-    path = _checks_network.IPOIB
+    path = _ipoib_address.FILE
     ours = (_host.kept(path) or "").startswith(_MARKER)
     yield _none("ipoib_netplan", path, ["a file of ours"] if ours else [], "no file of ours")
     yield _given_back("ipoib_netplan", "ipoib")
@@ -334,7 +319,7 @@ def _baseline(facts: Facts) -> Iterator[Item]:
     yield _given_back("network_service", "network")
     yield from _service(facts, "network_service", _boot_units.NETWORK.service)
     yield _gone("network_service", _boot_units.TELEMETRY.path)
-    yield _gone("network_service", _telemetry_service.PRINCIPALS)
+    yield _gone("network_service", _accounts.principals(_accounts.TELEMETRY))
 
 
 def _old_baseline(facts: Facts) -> Iterator[Item]:
@@ -342,10 +327,10 @@ def _old_baseline(facts: Facts) -> Iterator[Item]:
 
 
 def _tmfifo(facts: Facts) -> Iterator[Item]:
-    interface = facts.interfaces.get(_checks_network.TMFIFO)
-    address = _checks_network.TMFIFO_ADDRESS
+    link, address = _slice_network.TMFIFO, _slice_network.TMFIFO_ADDRESS
+    interface = facts.interfaces.get(link)
     there = bool(interface and address in interface.addresses)
-    name = f"{address} on {_checks_network.TMFIFO}"
+    name = f"{address} on {link}"
     yield _none("tmfifo", name, ["is there"] if there else [])
 
 

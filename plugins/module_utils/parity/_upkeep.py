@@ -19,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_units,
     _change,
     _free_space,
+    _host_mode,
     _object_names,
     _repairs,
 )
@@ -50,8 +51,8 @@ Rows = list[dict[str, str]]
 
 def keep(params: Params, *, check_mode: bool) -> tuple[list[str], Rows]:
     """Repair what differs. Returns the steps, and what is left: code, expected, found, remedy."""
-    if not _boot_service.slice_mode():
-        raise _boot_service.not_slice_mode()
+    if not _host_mode.is_slice():
+        raise _host_mode.not_slice()
     rows = look(params)
     failed = {row["role"] for row in rows} - {""}
     done, refusals = ([], []) if check_mode else _mend(params, failed)

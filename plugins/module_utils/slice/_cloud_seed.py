@@ -91,6 +91,9 @@ def make(path: str, content: Mapping[str, str]) -> None:
         mark = _MARK + digest(content).upper()
         _run_maker(["-quiet", "-volid", "cidata", "-joliet", "-rock", "-appid", mark], image, work)
         image.chmod(0o600)
+        # The digest in the header must not outlive the content over a loss of power.
+        with image.open("rb") as made:
+            os.fsync(made.fileno())
         image.replace(target)
     finally:
         shutil.rmtree(work)

@@ -13,7 +13,6 @@ import re
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
@@ -80,11 +79,10 @@ def parse(name: str, text: str) -> Reservation:
 
 def reservations() -> list[Reservation]:
     """Every reservation on this host, by name."""
-    folder = _host.path(DIRECTORY)
-    if not folder.is_dir():
-        return []
-    files = (file for file in sorted(folder.iterdir()) if not file.name.startswith("."))
-    return [parse(file.name, _host.kept(f"{DIRECTORY}/{file.name}") or "") for file in files]
+    # Another run may replace or remove its file meanwhile. Drafts begin with a dot.
+    names = (name for name in _host.listed(DIRECTORY) if not name.startswith("."))
+    texts = ((name, _host.kept(f"{DIRECTORY}/{name}")) for name in names)
+    return [parse(name, text) for name, text in texts if text is not None]
 
 
 def leases() -> list[Lease]:
@@ -108,15 +106,21 @@ def test(all_of_them: list[Reservation]) -> None:
     _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=lines)
 
 
+def file_of(allocation_id: str) -> str:
+    """Path of the allocation's reservation."""
+    _object_names.hexadecimal(allocation_id)
+    return f"{DIRECTORY}/{allocation_id}"
+
+
 def write(reservation: Reservation) -> None:
     """Add or replace the reservation's file and have dnsmasq read it."""
     check(reservation)
-    _host.write(f"{DIRECTORY}/{reservation.name}", reservation.line() + "\n")
+    _host.write(file_of(reservation.name), reservation.line() + "\n")
     reload()
 
 
-def remove(name: str) -> None:
-    _host.remove(f"{DIRECTORY}/{name}")
+def remove(allocation_id: str) -> None:
+    _host.remove(file_of(allocation_id))
     reload()
 
 
@@ -195,9 +199,3 @@ def _listed(side: str, ip: str) -> int:
     # Exit code 1 is a failure here, also when there is no connection.
     out = _command.run(["conntrack", "-L", side, ip]).out
     return sum(1 for line in out.splitlines() if line.strip())
-
-
-def file_of(allocation_id: str) -> str:
-    """Path of the allocation's reservation."""
-    _object_names.hexadecimal(allocation_id)
-    return str(PurePosixPath(DIRECTORY) / allocation_id)

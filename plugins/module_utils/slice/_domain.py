@@ -13,6 +13,7 @@ from itertools import pairwise, zip_longest
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._object_names import (
     SEEDS,
     channel_path,
@@ -418,15 +419,6 @@ def _numbers(values: Iterable[int]) -> str:
     return ",".join(map(str, values))
 
 
-def listed(text: str) -> list[int]:
-    """The list format of the kernel and libvirt: `0-3,8` is 0, 1, 2, 3, 8."""
-    numbers: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _sep, last = part.partition("-")
-        numbers.extend(range(int(first), int(last or first) + 1))
-    return numbers
-
-
 def _disk(devices: ET.Element, path: str, number: int, io: str) -> None:
     """A raw disk. The guest knows it by its role, which no restart changes: root, data1, data2."""
     disk = _add(devices, "disk", type="block", device="disk")
@@ -509,21 +501,25 @@ def parse(xml: str) -> Description:
         "vcpus": int(root.findtext("vcpu", "0")),
         "memory_mib": _mebibytes(root.find("memory")),
         "pins": [pin.get("cpuset", "") for pin in root.findall("cputune/vcpupin")],
-        "memory_nodes": _numbers(listed(_attribute(root, "numatune/memory", "nodeset"))),
+        "memory_nodes": _numbers(_host.numbers(_attribute(root, "numatune/memory", "nodeset"))),
         "topology": [
             int(_attribute(root, "cpu/topology", name) or "0")
             for name in ("sockets", "cores", "threads")
         ],
         "topoext": root.find(f"cpu/feature[@policy='require'][@name='{TOPOEXT}']") is not None,
         "cells": [
-            [_numbers(listed(_attribute(cell, ".", "cpus"))), _mebibytes(cell, "memory"), node]
+            [
+                _numbers(_host.numbers(_attribute(cell, ".", "cpus"))),
+                _mebibytes(cell, "memory"),
+                node,
+            ]
             for cell, node in zip_longest(
                 root.findall("cpu/numa/cell"),
                 [_attribute(memory, ".", "nodeset") for memory in root.findall("numatune/memnode")],
                 fillvalue=ET.Element("missing"),
             )
         ],
-        "emulator_cpus": listed(_attribute(root, "cputune/emulatorpin", "cpuset")),
+        "emulator_cpus": _host.numbers(_attribute(root, "cputune/emulatorpin", "cpuset")),
         "firmware": root.findtext("os/loader", ""),
         "nvram": root.findtext("os/nvram", ""),
         "hugepages": root.find("memoryBacking/hugepages") is not None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -103,14 +104,23 @@ def statistics(
     return by_name
 
 
-def domains() -> dict[str, str]:
-    """Every domain and its state in words."""
-    return {name: state.name for name, state in states().items()}
-
-
 def definition(name: str, *, live: bool = False) -> str:
     """The persistent definition of a domain that exists, or with `live` what QEMU runs."""
     return _virsh("dumpxml", *(() if live else ("--inactive",)), name).out
+
+
+def definitions(names: Iterable[str]) -> dict[str, str]:
+    """The persistent definitions of these domains, by name; without those that went since they were
+    listed, such as that of a slice which another run releases.
+    """
+    by_name = {}
+    for name in names:
+        try:
+            by_name[name] = definition(name)
+        except Refusal:
+            if state(name) is not None:
+                raise
+    return by_name
 
 
 def forget_disk(name: str, path: str) -> None:
@@ -160,8 +170,9 @@ def shut_down(name: str, *, deadline: float, check: Callable[[], object]) -> boo
         check()
         # A guest that is still booting ignores the first request.
         if requested_at == 0.0 or time.monotonic() - requested_at > _RESEND_SECONDS:
-            # The guest may end between query and request; virsh then exits with 1.
-            _virsh("shutdown", name, ok=(0, 1))
+            # The guest may end between query and request, and its QEMU may not answer at all.
+            with contextlib.suppress(Refusal):
+                _virsh("shutdown", name, timeout=max(end - time.monotonic(), 1))
             requested_at = time.monotonic()
         time.sleep(1)
     return not _active(name)

@@ -59,7 +59,7 @@ class State:
     flows: frozenset[_flows.Flow]
     wanted_flows: frozenset[_flows.Flow]
     held: frozenset[str]
-    fences: dict[str, int]
+    entries: dict[str, _ledger.Entry]
     left: tuple[str, ...]
     qos: _qos.State = _qos.UNLIMITED
     kept: _flows.Guard | None = None
@@ -101,7 +101,7 @@ def observe(params: _change.Params) -> State:
         flows=_flows.installed(params["bridge"], _object_names.cookie(allocation)),
         wanted_flows=flows,
         held=held,
-        fences={str(s["slot_id"]): _ledger.load(str(s["slot_id"])).fence for s in slots},
+        entries={str(s["slot_id"]): _ledger.load(str(s["slot_id"])) for s in slots},
         left=tuple(path for path in files if _host.path(path).exists()),
         qos=_qos.observe(allocation),
         kept=_guards.saved(allocation),
@@ -111,16 +111,8 @@ def observe(params: _change.Params) -> State:
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
-    stale = [
-        _refuse(
-            "stale_fence",
-            f"a fence of at least {seen}",
-            f"{slot['fence']} for {name}",
-            "this run belongs to an older claim: do not retry it",
-        )
-        for slot in params["slots"]
-        if int(slot["fence"]) < (seen := state.fences.get(name := str(slot["slot_id"]), 0))
-    ]
+    rows = ((state.entries[str(slot["slot_id"])], int(slot["fence"])) for slot in params["slots"])
+    stale = [refusal for entry, fence in rows for refusal in entry.stale(fence)]
     if params["state"] == "prepared":
         started = _plan_running(params, _after_stop(state))
         define = (step for step in started.steps if step.name == "define_domain")

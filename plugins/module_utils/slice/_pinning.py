@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
 DIRECTORY = f"{_host.STATE_DIRECTORY}/plans"
 
@@ -31,9 +31,9 @@ def cores(node: int | None) -> list[Core]:
     """
     place = f"{_CPUS}/online" if node is None else f"{_NODES}/node{node}/cpulist"
     groups: dict[tuple[int, ...], None] = {}
-    for cpu in _domain.listed(_host.read(place) or ""):
+    for cpu in _host.numbers(_host.read(place) or ""):
         siblings = _host.read(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list")
-        groups[tuple(_domain.listed(siblings or str(cpu)))] = None
+        groups[tuple(_host.numbers(siblings or str(cpu)))] = None
     return list(groups)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
@@ -76,7 +77,7 @@ def _connections(slots: Collection[_slots.Slot]) -> str:
 def _disks(slots: Collection[_slots.Slot]) -> str:
     users = []
     for slot in slots:
-        disk, problems = _slots.disk(slot)
+        disk, problems = _block.judged(slot)
         if disk is None:
             raise problems[0]  # absent or a different device: nothing is known about its users
         users += [f"{disk.disk_identity}: {problem.found}" for problem in problems]

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _guards, _refusals
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
@@ -31,20 +32,12 @@ Rows = list[dict[str, Any]]
 PARTS = {
     "domain": "domains",
     "qemu_process": "processes",
-    "nvram": "files",
-    "seed": "files",
-    "console": "files",
-    "guard": "files",
-    "fabric_guard": "files",
-    "channel": "files",
-    "ingress_file": "files",
-    "nvlink_file": "files",
+    **dict.fromkeys((*_traces.FILES, "relay"), "files"),
     "reservation": "reservations",
     "ovs_port": "ports",
     "flows": "guards",
     "ingress": "ingress",
     "qos": "limits",
-    "relay": "files",
 }
 
 
@@ -88,7 +81,9 @@ def _traces_in(part: str, kinds: dict[str, _traces.Look]) -> Callable[[], Rows]:
 
 
 def _domains(traces: _traces.Look, limit: _qos.Limit | None) -> Rows:
-    rows = [{**trace.row, **_devices_of(trace.row["name"])} for trace in traces()]
+    listed = {trace.row["name"]: trace.row for trace in traces()}
+    definitions = _libvirt.definitions(listed)
+    rows = [{**listed[name], **_devices_of(xml)} for name, xml in definitions.items()]
     if any(row["off_by_guest"] for row in rows) and _host_stops():
         # The host is shutting down its guests; they did not power off by themselves.
         rows = [{**row, "off_by_guest": False} for row in rows]
@@ -103,8 +98,8 @@ def _host_stops() -> bool:
     return answer.out.strip() == "stopping"
 
 
-def _devices_of(name: str) -> dict[str, list[str]]:
-    description = _domain.parse(_libvirt.definition(name))
+def _devices_of(xml: str) -> dict[str, list[str]]:
+    description = _domain.parse(xml)
     return {"devices": list(description["hostdevs"]), "disks": list(description["disks"])}
 
 
@@ -133,7 +128,7 @@ def _devices(slots: Collection[_slots.Slot]) -> Rows:
     own_pids = list(_libvirt.processes(_object_names.PREFIX))
     rows: Rows = []
     for slot in slots:
-        _disk, problems = _slots.disk(slot, own_pids=own_pids)
+        _disk, problems = _block.judged(slot, own_pids=own_pids)
         problems = [*problems, *_slots.passthrough(_slots.addresses(slot), own_pids=own_pids)]
         if slot.get("fabric_vf_pci_address"):
             problems += _slice_fabric.unguarded(str(slot["fabric_vf_pci_address"]))

@@ -1,6 +1,7 @@
-"""Slot bundle compared with this host: parts that are missing, in use or unfit.
+"""Slot bundles of a run, and their PCI functions compared with this host.
 
-Every finding is a refusal, never a warning. A failed read is a finding too.
+Every finding is a refusal, never a warning. A failed read is a finding too. Nearly every module
+loads this file, so it imports little.
 """
 
 from __future__ import annotations
@@ -8,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _pci
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt
 
 Slot = Mapping[str, Any]
 
@@ -74,17 +73,17 @@ def _function(
     blockers = []
     if device.driver != _pci.VFIO:
         text = device.driver or "no driver"
-        blockers.append(_unfit("not_bound", address, "bound to vfio-pci", text))
+        blockers.append(unfit("not_bound", address, "bound to vfio-pci", text))
     if not _pci.answers(address) or power == "D3cold":
         text = f"no answer, power state {power or 'unknown'}"
-        blockers.append(_unfit("device_not_answering", address, "a readable configuration", text))
+        blockers.append(unfit("device_not_answering", address, "a readable configuration", text))
     if strangers:
         text = "; ".join(strangers)
-        blockers.append(_unfit("group_not_viable", address, "an IOMMU group of its own", text))
+        blockers.append(unfit("group_not_viable", address, "an IOMMU group of its own", text))
     users = set(holders.get(str(device.iommu_group), ())) - set(own_pids)
     if users:
         text = f"process {', '.join(map(str, sorted(users)))} has IOMMU group {device.iommu_group}"
-        blockers.append(_unfit("device_in_use", address, "free", text))
+        blockers.append(unfit("device_in_use", address, "free", text))
     return blockers
 
 
@@ -97,76 +96,7 @@ def _vfio_holders() -> dict[str, set[int]]:
     return holders
 
 
-def disk(slot: Slot, *, own_pids: Collection[int] = ()) -> tuple[_block.Disk | None, list[Refusal]]:
-    """The slot's disk as the device identifies itself, and reasons against its use.
-
-    own_pids: the QEMU of the allocation that already holds the slot, whose use is no obstacle.
-    """
-    try:
-        device = _block.of_slot(slot)
-        used = _block.usage(device)
-    except Refusal as refusal:
-        return None, [refusal]
-    if own_pids and set(used.qemu_pids) <= set(own_pids):
-        used.qemu_pids.clear()
-    return device, _block.refusals(device, used)
-
-
-def ledger(slot: Slot, allocation_id: str) -> list[Refusal]:
-    """The host ledger's reasons against this claim; the same as those of `_ledger.hold`."""
-    try:
-        entry = _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
-    except Refusal as refusal:
-        return [refusal]
-    blockers = []
-    holder = entry.allocation_id
-    if holder not in ("", allocation_id) and int(slot["fence"]) == entry.fence:
-        text = f"leased by {holder} under the same fence {entry.fence}"
-        expected = f"slot {entry.slot_id} free or leased by {allocation_id}"
-        remedy = "verify the absence of that allocation and release it first"
-        blockers.append(Refusal("slot_leased", expected=expected, found=text, remedy=remedy))
-    if entry.dirty and holder != allocation_id:
-        text = f"marked dirty at {entry.dirty_at} and not wiped since"
-        remedy = "wipe the slot (`gpuaas recover`) before it is given to another tenant"
-        expected = f"a clean disk in slot {entry.slot_id}"
-        blockers.append(Refusal("disk_dirty", expected=expected, found=text, remedy=remedy))
-    return blockers
-
-
-def unproven(slot: Slot, device: _block.Disk) -> list[Refusal]:
-    """Reasons why the slot's disk does not count as wiped (I5)."""
-    entry = _ledger.load(str(slot["slot_id"]))
-    # The ledger check covers a dirty slot: it belongs to this claim, or is refused as `disk_dirty`.
-    if entry.dirty or _proof.standing(device.disk_identity) is not None:
-        return []
-    return [
-        Refusal(
-            "not_clean",
-            expected=f"a wipe proof of {device.disk_identity} in slot {entry.slot_id}"
-            " that still stands",
-            found="no proof, or the disk was marked dirty since",
-            remedy="wipe the slot's disk first (`gpuaas recover`, or nvme_wipe by hand)",
-        )
-    ]
-
-
-def other_domains(domain_name: str) -> dict[str, _domain.Description]:
-    """Definition of every other domain of this host, running or not."""
-    names = (name for name in _libvirt.states() if name != domain_name)
-    return {name: _domain.parse(_libvirt.definition(name)) for name in names}
-
-
-def claimed(slot: Slot, others: Mapping[str, _domain.Description]) -> list[Refusal]:
-    """Parts of the slot that another domain's definition names."""
-    parts = {*addresses(slot), str(slot["nvme_device"])}
-    return [
-        _unfit("device_in_use", ", ".join(sorted(shared)), "free", f"in the domain {name}")
-        for name, description in others.items()
-        if (shared := parts.intersection([*description["hostdevs"], *description["disks"]]))
-    ]
-
-
-def _unfit(code: str, subject: str, expected: str, found: str) -> Refusal:
+def unfit(code: str, subject: str, expected: str, found: str) -> Refusal:
     remedies = {
         "not_bound": "run the bind_topology playbook for this node",
         "device_not_answering": "reset or reboot the host and run parity; the device may be dead",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
     _boot_service,
     _boot_units,
     _command,
@@ -36,8 +37,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _libvirt,
 )
 
-# Reads the snapshot; the service runs as root.
-ACCOUNT = "gpuaas-telemetry"
 FOLDER = "/run/gpuaas-telemetry"
 SNAPSHOT = f"{FOLDER}/snapshot.json"
 CHANNEL = "telemetry"
@@ -83,10 +82,12 @@ class Collector:
             problems: list[str] = []
             slices = measure(settings, problems)
             running = {key for key, values in slices.items() if values["state"] == "running"}
-            self._follow(running)
             differs = _differing(settings, problems)
-            if self._lost_limits(slices, running):
-                differs.append("limit_missing")
+            # Without an answer, as while libvirt starts another slice, nothing is known of any.
+            if "libvirt" not in problems:
+                self._follow(running)
+                if self._lost_limits(slices, running):
+                    differs.append("limit_missing")
             self._write(slices, problems, differs)
         return ()
 
@@ -240,7 +241,7 @@ def boot(settings_path: str) -> int:
     folder = _host.path(FOLDER)
     folder.mkdir(exist_ok=True)
     folder.chmod(0o750)
-    os.chown(folder, 0, pwd.getpwnam(ACCOUNT).pw_gid)
+    os.chown(folder, 0, pwd.getpwnam(_accounts.TELEMETRY).pw_gid)
     collector = Collector()
     _boot_service.notify("READY=1")
     return _boot_service.watch(settings_path, collector.round, trouble="no telemetry")

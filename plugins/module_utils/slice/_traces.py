@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
@@ -23,6 +24,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _relay,
 )
 
+# Kinds of traces that are files, with their names in `_object_names`.
+FILES = {
+    **{kind: kind for kind in ("nvram", "seed", "console", "guard", "fabric_guard", "channel")},
+    "ingress_file": "ingress",
+    "nvlink_file": "nvlink",
+}
 # A port's name has room for 12 digits of the id, a cookie for 16. Fewer identify nothing.
 _LEAST_DIGITS = 12
 
@@ -53,14 +60,7 @@ def looks(bridge: str) -> dict[str, Look]:
     return {
         "domain": lambda: list(_domains()),
         "qemu_process": lambda: list(_processes()),
-        "nvram": lambda: list(_files("nvram")),
-        "seed": lambda: list(_files("seed")),
-        "console": lambda: list(_files("console")),
-        "guard": lambda: list(_files("guard")),
-        "fabric_guard": lambda: list(_files("fabric_guard")),
-        "channel": lambda: list(_files("channel")),
-        "ingress_file": lambda: list(_files("ingress")),
-        "nvlink_file": lambda: list(_files("nvlink")),
+        **{kind: partial(_files, name) for kind, name in FILES.items()},
         "reservation": lambda: list(_reservations()),
         "ovs_port": lambda: list(_ports()),
         "flows": lambda: list(_guards(bridge)),
@@ -88,10 +88,11 @@ def _processes() -> Iterator[Trace]:
         yield Trace(owner, f"{program} {pid}", {"allocation_id": owner, "pid": pid})
 
 
-def _files(kind: str) -> Iterator[Trace]:
-    for path in _object_names.files(kind):
-        owner = _object_names.owner(path)
-        yield Trace(owner, path, {"allocation_id": owner, "path": path})
+def _files(name: str) -> list[Trace]:
+    owners = {path: _object_names.owner(path) for path in _object_names.files(name)}
+    return [
+        Trace(owner, path, {"allocation_id": owner, "path": path}) for path, owner in owners.items()
+    ]
 
 
 def _reservations() -> Iterator[Trace]:

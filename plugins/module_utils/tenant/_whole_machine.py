@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof, _slot_use
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import disk_identity
-
-MACHINE = _ledger.MACHINE
 
 Disk = Mapping[str, Any]
 
@@ -38,46 +36,12 @@ def slot_of(disk: Disk) -> str:
 
 def entries(disks: Iterable[Disk]) -> dict[str, _ledger.Entry]:
     """The machine's ledger entry and those of the disks, by slot id."""
-    return {name: _ledger.load(name) for name in (MACHINE, *map(slot_of, disks))}
-
-
-def slice_mode() -> list[Refusal]:
-    """Reasons why this host accepts no bare-metal tenant; [] when it is an ordinary machine.
-
-    An unreadable file counts as slice mode, because it shows that this was meant to be a slice
-    host.
-    """
-    try:
-        document = _host.document(
-            _boot_service.SLICE_MODE, code="mode_unreadable", remedy="convert the node"
-        )
-        if document is None:
-            return []
-        mode = str(document.get("mode", ""))
-    except Refusal:
-        mode = "unreadable"
-    if mode == "baremetal":
-        return []
-    return [
-        Refusal(
-            "node_in_slice_mode",
-            expected=f"a machine without {_boot_service.SLICE_MODE}",
-            found=f"mode {mode or 'not named'}",
-            remedy="convert the node to bare metal first; its slots go off sale",
-        )
-    ]
+    return {name: _ledger.load(name) for name in (_ledger.MACHINE, *map(slot_of, disks))}
 
 
 def stale(fence: int, held: Mapping[str, _ledger.Entry]) -> list[Refusal]:
     """The refusal of a fence lower than the highest seen for the machine or any of its disks."""
-    blockers = []
-    for name, entry in held.items():
-        if fence < entry.fence:
-            try:
-                _ledger.check(name, fence)
-            except Refusal as refusal:
-                blockers.append(refusal)
-    return blockers
+    return [refusal for entry in held.values() for refusal in entry.stale(fence)]
 
 
 def alive(disks: Iterable[Disk]) -> list[Refusal]:

@@ -66,7 +66,7 @@ def resources(profile: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "tuning": [name for name, left in _host_tuning.problems(profile).items() if not left],
         "kernel": _host.read("/proc/sys/kernel/osrelease") or "",
-        "cpus": sum(map(_count, (_host.read(f"{path}/cpulist") for path in _nodes()))),
+        "cpus": sum(len(_host.numbers(_host.read(f"{path}/cpulist") or "")) for path in _nodes()),
         "memory_mib": _mib(_host.read("/proc/meminfo"), "MemTotal"),
         "numa": [_node(path) for path in _nodes()],
     }
@@ -138,15 +138,6 @@ def _node(path: str) -> dict[str, Any]:
         "hugepages_1g": _hugepages.have(node),
         "hugepages_1g_free": int(free),
     }
-
-
-def _count(cpulist: str | None) -> int:
-    """Number of processors in a list such as `0-3,8`."""
-    total = 0
-    for part in (cpulist or "").split(","):
-        first, _sep, last = part.partition("-")
-        total += int(last or first) - int(first) + 1 if first else 0
-    return total
 
 
 def _mib(meminfo: str | None, name: str) -> int:

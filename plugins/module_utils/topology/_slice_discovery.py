@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _kernel_arguments
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _host, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _host_mode, _pci
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Blocker, blocker
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
@@ -36,7 +36,7 @@ def discover(profile: Mapping[str, Any]) -> dict[str, Any]:
         "collected_at": _host.now(),
         "identity": identity,
         "machine": _host_resources.machine(),
-        "mode": _boot_service.mode(),
+        "mode": _host_mode.mode(),
         "reboot_required": bool(kernel.reboot_reasons),
         "host": _host_resources.resources(profile),
         "gpu": _pci_functions.gpus(devices, profile["gpu"]["ids"]),

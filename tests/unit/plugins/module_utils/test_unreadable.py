@@ -18,11 +18,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _accounts,
-    _boot_service,
     _boot_units,
     _change,
     _file_edits,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -41,10 +41,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _slice_remnants,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _pinning
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
-    _tenant_account,
-    _whole_machine,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant, host_baseline
 
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -103,7 +100,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         _vfio_bind.SETTINGS, _vfio_bind.recorded, "binding_record_unreadable",
     ),
     "the word that a host is for slices": (
-        _boot_service.SLICE_MODE, lambda: _slice_mode.observe({}), "file_unreadable",
+        _host_mode.MARKER, lambda: _slice_mode.observe({}), "file_unreadable",
     ),
     "accounts": ("/etc/passwd", _accounts.users, "file_unreadable"),
     "accounts that ended": (
@@ -180,8 +177,8 @@ def test_what_is_no_record_is_not_an_empty_one(tree: Path, name: str, text: str)
 
 @pytest.mark.covers("CTRL-15")
 def test_a_host_whose_mode_cannot_be_read_takes_no_tenant_of_the_whole(tree: Path) -> None:
-    (tree / _boot_service.SLICE_MODE.lstrip("/")).mkdir(parents=True)
-    (refusal,) = _whole_machine.slice_mode()
+    (tree / _host_mode.MARKER.lstrip("/")).mkdir(parents=True)
+    (refusal,) = _host_mode.not_ordinary()
     assert (refusal.code, refusal.found) == ("node_in_slice_mode", "mode unreadable")
 
 

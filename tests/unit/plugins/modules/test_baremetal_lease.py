@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _proof
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _whole_machine
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_lease as module
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
 
@@ -143,14 +142,14 @@ def test_no_release_begins_on_a_machine_that_another_allocation_holds(host) -> N
 
 @pytest.mark.parametrize("text", ['{"mode": "slice"}', "{}", "not json", "[]"])
 def test_never_on_a_slice_host(host, text: str) -> None:
-    _host.write(_boot_service.SLICE_MODE, text)
+    _host.write(_host_mode.MARKER, text)
     for state in ("held", "given", "ending", "released"):
         assert code(state) == "node_in_slice_mode"
     assert not _ledger.entries()
 
 
 def test_a_machine_that_was_a_slice_host_once_is_ordinary(host) -> None:
-    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "baremetal"}))
+    _host.write(_host_mode.MARKER, json.dumps({"mode": "baremetal"}))
     assert lease().failure is None
 
 
@@ -290,7 +289,7 @@ def test_a_slots_ledger_entry_is_never_touched_under_a_disks_name(host) -> None:
     with pytest.raises(_change.Refusal, match="disk_misnamed"):
         lease(disks=[{**DISK, "slot_id": "slot-0"}])
     with pytest.raises(_change.Refusal, match="disk_misnamed"):
-        lease(disks=[{**DISK, "slot_id": _whole_machine.MACHINE}])
+        lease(disks=[{**DISK, "slot_id": _ledger.MACHINE}])
 
 
 def test_nothing_is_given_that_is_not_held(host) -> None:

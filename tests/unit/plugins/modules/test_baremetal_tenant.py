@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _accounts,
-    _boot_service,
     _change,
     _command,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
@@ -314,7 +314,7 @@ def test_a_mount_that_stays_keeps_the_home(accounts: Accounts) -> None:
 def test_never_on_a_slice_host_and_never_for_an_older_claim(accounts: Accounts) -> None:
     _ledger.raise_fence("machine", fence=3)
     assert code("absent", fence=2) == code("present", fence=2) == "stale_fence"
-    _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
+    _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     assert code("present", fence=3) == "node_in_slice_mode"
     assert accounts.calls == []
 

@@ -217,8 +217,30 @@ def test_no_room(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failure(cache(source)) == "image_no_room"
 
 
+def test_the_index_of_an_image_is_not_kept_before_its_bytes(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power it would vouch for a file with holes, and every launch would fail."""
+    synced, sync = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = _image_cache.path_of(DIGEST)
+    draft = _host.path(f"{path}.part")
+    draft.parent.mkdir(parents=True)
+    draft.write_bytes(CONTENT)
+    _image_cache.admit(f"{path}.part", path, DIGEST, len(CONTENT))
+    index = _host.path(path.replace(".raw", ".index.json")).stat().st_ino
+    assert synced.index(_host.path(path).stat().st_ino) < synced.index(index)
+
+
 def test_an_image_is_forgotten(source: str) -> None:
     cache(source)
+    # Of a download that was killed.
+    _host.path(f"{_image_cache.path_of(DIGEST)}.part").write_bytes(b"x")
     assert cache(state="absent").changed
     assert not cache(state="absent").changed
     assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import threading
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _device,
     _image_cache,
     _image_clone,
     _proof,
@@ -161,6 +164,23 @@ def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeyp
     assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
     assert ready.read("nvme1n1", 0, 6) == bytes(6)
     assert _ledger.load("slot-0").dirty and _image_clone.finished("slot-0") is None
+    # The next launch does not trust the file again, and fetches it.
+    assert _image_cache.files(path) == [path]
+
+
+@pytest.mark.covers("P14")
+def test_an_image_that_its_disk_cannot_read_is_not_trusted_again(ready, monkeypatch) -> None:
+    fill = _device.fill
+
+    def failing(descriptor: int, view: memoryview, offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread() and offset:
+            raise OSError(errno.EIO, "Input/output error")
+        return fill(descriptor, view, offset)
+
+    monkeypatch.setattr(_device, "fill", failing)
+    outcome = clone()
+    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert _image_cache.files(_image_cache.path_of(DIGEST)) == [_image_cache.path_of(DIGEST)]
 
 
 @pytest.mark.covers("P14")

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
-    _change,
-    _ledger,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host_mode, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _managed_key
 from ansible_collections.gpuaas.slice.plugins.modules import managed_key as module
 
@@ -256,7 +252,7 @@ def test_an_older_claim_and_another_tenants_machine_are_refused(home: Home) -> N
 
 
 def test_on_a_slice_host_nothing_is_done(home: Home) -> None:
-    mode = home.tree / _boot_service.SLICE_MODE.lstrip("/")
+    mode = home.tree / _host_mode.MARKER.lstrip("/")
     mode.parent.mkdir(parents=True, exist_ok=True)
     mode.write_text(json.dumps({"mode": "slice"}))
     assert code() == "node_in_slice_mode"

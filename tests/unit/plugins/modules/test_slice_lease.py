@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _bridge
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _libvirt,
     _pinning,
@@ -78,13 +78,13 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     boot = tree / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text(f"{BOOT}\n")
-    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice", "profile": "lab"}))
+    _host.write(_host_mode.MARKER, json.dumps({"mode": "slice", "profile": "lab"}))
     _proof.record(DISK.disk_identity, proof_of(DISK))
     pci.add(GPU, "1234:11e8", driver="vfio-pci", group=12)
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage())
-    monkeypatch.setattr(_bridge, "bridges", lambda: ["ovsbr0"])
+    monkeypatch.setattr(_slice_network, "bridges", lambda: ["ovsbr0"])
     monkeypatch.setattr(_libvirt, "states", dict)
     monkeypatch.setattr(_libvirt, "state", lambda _name: None)
     monkeypatch.setattr(_pinning, "cores", lambda _node: [(0,), (1,)])
@@ -149,6 +149,17 @@ def test_giving_back_needs_no_boot(host: Path) -> None:
     assert drive(RELEASED).done == ["release_slot", "forget_plan"]
 
 
+def test_a_plan_that_hangs_holds_up_no_fence(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch waits for a dead disk. The releases of other slices can still shut late runs out."""
+    drive(SECOND)
+    monkeypatch.setattr(_host, "LOCK_S", 0.1)
+    with _pinning.locked():
+        fenced = drive({**SECOND, "state": "fenced", "slots": [{**SECOND["slots"][0], "fence": 8}]})
+        assert (fenced.done, code(fenced)) == (["raise_fence"], "")
+        with pytest.raises(_change.Refusal, match="lock_held"):
+            drive(PARAMS)
+
+
 @pytest.mark.covers("I10")
 def test_a_newer_fence_of_the_same_allocation_is_written_down(host: Path) -> None:
     drive(PARAMS)
@@ -174,11 +185,38 @@ def test_what_the_host_lacks(host: Path, params: dict[str, Any], expected: str) 
     assert _ledger.entries() == []
 
 
+def defined(monkeypatch: pytest.MonkeyPatch, xml: str) -> None:
+    """Define another domain."""
+    monkeypatch.setattr(_libvirt, "states", lambda: {"other": _libvirt.State("shut off")})
+    monkeypatch.setattr(_libvirt, "definition", lambda _name: xml)
+
+
+def test_what_another_domain_names_is_taken(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = f"<disk type='block'><source dev='{BY_ID}'/></disk>"
+    defined(monkeypatch, f"<domain><devices>{disk}</devices></domain>")
+    outcome = drive(PARAMS)
+    assert code(outcome) == "device_in_use"
+    assert outcome.failure is not None and "other" in outcome.failure.found
+
+
+def test_a_slice_that_another_run_removes_meanwhile_is_no_obstacle(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its domain is listed, and undefined before its definition is read."""
+
+    def gone(_name: str) -> str:
+        raise _change.Refusal("command_failed", expected="", found="no domain", remedy="")
+
+    monkeypatch.setattr(_libvirt, "states", lambda: {"other": _libvirt.State("shut off")})
+    monkeypatch.setattr(_libvirt, "definition", gone)
+    assert code(drive(PARAMS)) == ""
+
+
 def test_cpus_of_others_are_not_given_twice(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _pinning.record(TWO, {"cpus": [0]})
     assert drive(PARAMS).facts["bundle"]["cpus"] == [1]
-    pinned = {"pins": ["0", "1-2"], "hostdevs": [], "disks": []}
-    monkeypatch.setattr(_slots, "other_domains", lambda _own: {"other": pinned})
+    pins = "".join(f"<vcpupin cpuset='{cpus}'/>" for cpus in ("0", "1-2"))
+    defined(monkeypatch, f"<domain><cputune>{pins}</cputune></domain>")
     _pinning.forget(ONE)
     assert code(drive(PARAMS)) == "cpus_unavailable"
 
@@ -205,8 +243,8 @@ def test_two_leases_at_once_share_neither_cpu_nor_memory(
     cpus: list[list[int]] | None,
 ) -> None:
     """Two processes; the time from read to record is so long that both see the same state."""
-    look = _bridge.bridges
-    monkeypatch.setattr(_bridge, "bridges", lambda: (time.sleep(0.3), look())[1])
+    look = _slice_network.bridges
+    monkeypatch.setattr(_slice_network, "bridges", lambda: (time.sleep(0.3), look())[1])
     started = multiprocessing.get_context("fork")
     ready = started.Barrier(2)
     processes = []
@@ -284,7 +322,7 @@ def test_a_machine_taken_between_look_and_lease_is_refused_by_the_ledger(
 
 def test_a_host_in_conversion_leases_no_slot(host: Path) -> None:
     """The way to bare metal removes the slice-mode file before anything else."""
-    _host.remove(_boot_service.SLICE_MODE)
+    _host.remove(_host_mode.MARKER)
     outcome = drive(PARAMS)
     assert (code(outcome), outcome.done) == ("not_slice_mode", [])
     assert _ledger.entries() == []
@@ -480,7 +518,7 @@ def test_what_the_allocation_itself_wrote_is_no_obstacle(host: Path) -> None:
 
 
 def test_every_finding_is_listed(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_bridge, "bridges", list)
+    monkeypatch.setattr(_slice_network, "bridges", list)
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(mounts=["/share0"]))
     blockers = drive(PARAMS).plan.blockers
     assert [blocker.code for blocker in blockers] == ["disk_in_use", "bridge_missing"]

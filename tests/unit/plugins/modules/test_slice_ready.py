@@ -50,8 +50,7 @@ class Guest:
         clock = itertools.count()
         monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
         monkeypatch.setattr(module.time, "sleep", lambda _seconds: None)
-        monkeypatch.setattr(module._libvirt, "domains", lambda: self.domains)
-        self.domains = {_object_names.domain_name(ONE): "paused"}
+        monkeypatch.setattr(module._libvirt, "state", lambda _name: module._libvirt.State("paused"))
         monkeypatch.setattr(module, "speaks_ssh", lambda _ip, _port: self.ssh)
         monkeypatch.setattr(module, "host_keys", lambda _ip, _port: self.keys)
         self.ssh, self.keys = False, [KEY]
@@ -232,10 +231,10 @@ def test_the_driver_says_how_long_to_look(guest: Guest, check_mode: bool, second
 def test_a_silent_libvirt_takes_no_other_evidence_away(
     guest: Guest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent() -> dict[str, str]:
+    def silent(_name: str) -> None:
         raise Refusal("command_failed", expected="an answer", found="none", remedy="look")
 
-    monkeypatch.setattr(module._libvirt, "domains", silent)
+    monkeypatch.setattr(module._libvirt, "state", silent)
     guest.put(_object_names.console_path(ONE), "Kernel panic\n")
     module_run = Module(check_mode=False)
     _change.attend(module_run, module.watch)

@@ -10,11 +10,11 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _vfio_bind
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
-    _boot_service,
     _boot_units,
     _change,
     _command,
     _host,
+    _host_mode,
 )
 from ansible_collections.gpuaas.slice.plugins.modules import vfio_bind as module
 
@@ -30,7 +30,7 @@ def host(pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs on a host in slice mode, whose systemd obeys."""
     pci.add(GPU, group=7, driver="nouveau").add(OTHER, group=9, driver="nouveau")
     (tree / "sys/bus/pci/drivers/vfio-pci").mkdir(parents=True)
-    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice"}))
+    _host.write(_host_mode.MARKER, json.dumps({"mode": "slice"}))
     done: set[str] = set()
 
     def run(argv: list[str], **_: Any) -> _command.Result:

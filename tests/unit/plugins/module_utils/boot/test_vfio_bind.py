@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
     _pci,
 )
@@ -27,7 +28,7 @@ IDS = {"gpu_ids": ["10de:2335"], "pf_ids": ["8086:10c9"]}
 
 @pytest.fixture(autouse=True)
 def slice_mode(tree: Path) -> None:
-    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "slice"}))
+    _host.write(_host_mode.MARKER, json.dumps({"mode": "slice"}))
     (tree / "sys/bus/pci/drivers/vfio-pci").mkdir(parents=True)
 
 
@@ -104,7 +105,7 @@ def test_without_an_iommu_nothing_is_bound(pci: Any) -> None:
 
 def test_a_host_that_is_not_in_slice_mode_keeps_its_devices(pci: Any) -> None:
     pci.add(GPU, group=7)
-    _host.write(_boot_service.SLICE_MODE, json.dumps({"mode": "baremetal"}))
+    _host.write(_host_mode.MARKER, json.dumps({"mode": "baremetal"}))
     assert refused(drive(GPU)) == "not_slice_mode"
 
 
@@ -240,7 +241,7 @@ def test_boot_waits_for_who_looks_at_gpus_and_names_who_stays(
 def test_boot_leaves_a_host_outside_slice_mode_alone(pci: Any) -> None:
     pci.add(GPU, group=7, driver="nouveau")
     remember(GPU)
-    _host.remove(_boot_service.SLICE_MODE)
+    _host.remove(_host_mode.MARKER)
     assert _vfio_bind.boot(_vfio_bind.SETTINGS) == 0
     assert pci.driver(GPU) == "nouveau"
 
@@ -307,7 +308,7 @@ def test_early_at_boot_nothing_is_said_about_what_is_not_the_slices(
     pci.add(GPU, id_, group=7, driver="nouveau" if why == "driven" else "")
     remember(GPU)
     if why == "not a slice host":
-        _host.remove(_boot_service.SLICE_MODE)
+        _host.remove(_host_mode.MARKER)
     if why == "leased":
         _ledger.hold(_ledger.MACHINE, fence=1, allocation_id="a tenant", disk_identity="")
     assert _vfio_bind.claim(_vfio_bind.SETTINGS) == (1 if why == "leased" else 0)

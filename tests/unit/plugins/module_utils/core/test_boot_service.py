@@ -283,16 +283,6 @@ def test_services_are_read_in_one_call(tree: Path, script: Any) -> None:
     assert refused.value.code == "systemd_answer_unreadable"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [('{"mode": "slice"}', True), ('{"mode": "baremetal"}', False), ("[", False)],
-)
-def test_slice_mode_is_said_in_a_file(tree: Path, text: str, expected: bool) -> None:
-    assert not _boot_service.slice_mode()
-    _host.write(_boot_service.SLICE_MODE, text)
-    assert _boot_service.slice_mode() is expected
-
-
 class Late:
     """A subject whose device appears at the third inspection."""
 

@@ -128,3 +128,17 @@ def test_a_run_that_hangs_with_the_lock_is_named(
         _ledger.release(SLOT, fence=7)
     assert caught.value.code == "lock_held"
     assert _ledger.release(SLOT, fence=7).allocation_id == ""
+
+
+def test_an_entry_refuses_what_the_hold_would(tree: Path) -> None:
+    def codes(allocation_id: str, fence: int) -> list[str]:
+        return [refusal.code for refusal in _ledger.load(SLOT).refusals(allocation_id, fence)]
+
+    assert codes(OTHER, 7) == []
+    _ledger.hold(SLOT, fence=7, allocation_id=TENANT, disk_identity="eui.1")
+    assert codes(OTHER, 7) == ["slot_leased"]
+    assert codes(OTHER, 6) == ["stale_fence"]
+    assert codes(OTHER, 8) == []
+    _ledger.mark_dirty(SLOT, fence=7, disk_identity="eui.1")
+    assert codes(OTHER, 8) == ["disk_dirty"]
+    assert codes(TENANT, 7) == []

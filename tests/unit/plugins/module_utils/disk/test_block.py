@@ -279,3 +279,26 @@ def test_what_the_kernel_has_claimed(loop, tmp_path: Path) -> None:
     finally:
         loop.run("umount", str(point))
     assert not _usage.is_claimed(loop.name)
+
+
+DISK = _block.Disk("eui.1", "/dev/disk/by-id/nvme-eui.1", "nvme0n1", "S", "", "", 4096, "", "259:0")
+
+
+@pytest.mark.parametrize(("own_pids", "expected"), [((), ["disk_in_use"]), ((4711,), [])])
+def test_only_the_own_qemu_may_hold_the_disk(
+    monkeypatch: pytest.MonkeyPatch, own_pids: tuple[int, ...], expected: list[str]
+) -> None:
+    monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
+    monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[4711]))
+    disk, problems = _block.judged({}, own_pids=own_pids)
+    assert (disk, [refusal.code for refusal in problems]) == (DISK, expected)
+
+
+def test_another_disk_under_the_name_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = Refusal("identity_mismatch", expected="", found="", remedy="")
+
+    def of_slot(_slot: object) -> _block.Disk:
+        raise swapped
+
+    monkeypatch.setattr(_block, "of_slot", of_slot)
+    assert _block.judged({}) == (None, [swapped])

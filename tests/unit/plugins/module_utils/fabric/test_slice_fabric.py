@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -172,7 +172,7 @@ def test_drift_restores_a_guard_and_makes_no_function(
 ) -> None:
     checks = tuple(name for name in _upkeep.CHECKS if name == "fabric_isolation")
     monkeypatch.setattr(_upkeep, "CHECKS", checks)
-    _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
+    _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     fabric = {"pf_ids": ["8086:10c9"], "link": "ethernet", "vlans": [3000, 3099]}
     params = {"profile": {"network": {}, "vm": {}, "fabric": fabric}, "slots": []}
     run()

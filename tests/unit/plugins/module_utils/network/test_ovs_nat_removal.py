@@ -159,6 +159,19 @@ def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert not remove().changed
 
 
+def test_the_port_of_a_parity_run_that_was_killed_keeps_no_bridge(host: Host) -> None:
+    """The switch's database keeps it over a restart of the host."""
+    establish()
+    host.bridges["ovsbr0"]["gsparity"] = 3
+    assert (remove().failure, host.bridges) == (None, {})
+
+
+def test_a_reservation_that_a_loss_of_power_cut_off_keeps_no_folder(host: Host, tree: Path) -> None:
+    establish()
+    host.write(f"{_ovs_nat.RESERVATIONS[1:]}/.23bd713b.x", "52:54:00:64:00:0a,")
+    assert (remove().failure, remaining_files(tree)) == (None, [])
+
+
 def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Path) -> None:
     host.runs(DHCP, SWITCH)
     host.write("proc/sys/net/ipv4/ip_forward", "1\n")

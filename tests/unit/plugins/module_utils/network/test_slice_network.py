@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice
 pytestmark = pytest.mark.covers("HOST-11")
 
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
-NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+NAT = ("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING")
 SHOW = ("ip", "-j", "address", "show")
 WAYS = ("ip", "-j", "-4", "route", "show", "table", "main")
 PROFILE: dict[str, Any] = {
@@ -162,3 +163,12 @@ def test_a_dead_dnsmasq_with_a_pid_file_does_not_run(machine: Any) -> None:
     assert _slice_network.dnsmasq_pid() == 0
     machine.file("/proc/77/comm", "dnsmasq\n")
     assert _slice_network.dnsmasq_pid() == 77
+
+
+def test_without_open_vswitch_there_are_no_bridges(tree: Path, script: Any) -> None:
+    assert _slice_network.bridges() == []
+
+
+def test_ports_of_a_bridge(script: Any) -> None:
+    script.on("ovs-vsctl", "--timeout=20", "list-ports", "ovsbr0", out="gs1\ngs2\n")
+    assert _slice_network.ports("ovsbr0") == ["gs1", "gs2"]

@@ -17,7 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.modules import slice_parity
 pytestmark = pytest.mark.covers("HOST-10")
 
 CONTRACTS = Path(__file__).resolve().parents[5] / "contracts"
-NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+NAT = ("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING")
 INPUT, FORWARD = (("iptables", "--wait", "10", "-S", chain) for chain in ("INPUT", "FORWARD"))
 DECIDED = """
 node_agent name_resolution maas_intent firmware_virtualization kvm kernel_cmdline iommu_groups

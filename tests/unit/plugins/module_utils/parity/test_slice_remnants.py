@@ -17,7 +17,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_files,
-    _boot_service,
     _boot_units,
     _host,
     _host_snapshot,
@@ -27,6 +26,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import _preflight_command
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
     _host_filter,
     _nat,
 )
@@ -41,7 +41,7 @@ bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["ben
 
 pytestmark = pytest.mark.covers("HOST-15")
 
-NAT = ("iptables", "-w", "-t", "nat", "-S", "POSTROUTING")
+NAT = ("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING")
 FILTER = [("iptables", "--wait", "10", "-S", chain) for chain in _host_filter.CHAINS]
 UNITS = "/etc/systemd/system"
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -224,11 +224,10 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
 
 def test_every_kind_of_trace_is_looked_for() -> None:
     kinds = [kind for kinds in _slice_remnants.TRACES.values() for kind in kinds]
-    assert {*kinds, *_slice_remnants.OTHERWISE} == set(_traces.looks("ovsbr0"))
-    assert {*_slice_remnants.TRACES, *_slice_remnants.OTHERWISE.values()} <= {
-        *_slice_remnants.SLICES,
-        *_slice_remnants.MODE,
-    }
+    # Domains are read from libvirt's files, and the others end with the bridge.
+    otherwise = {"domain", "ovs_port", "flows", "ingress"}
+    assert {*kinds, *otherwise} == set(_traces.looks("ovsbr0"))
+    assert {*_slice_remnants.TRACES} <= {*_slice_remnants.SLICES, *_slice_remnants.MODE}
 
 
 def test_a_rate_limit_outlives_its_bridge(
@@ -320,10 +319,10 @@ def test_what_stays_on_purpose_is_said(host: Any, machine: Any) -> None:
 
 
 def test_the_names_are_the_writers(tree: Path) -> None:
-    assert _slice_remnants.SLICE_MODE == _boot_service.SLICE_MODE
     racadm = _preflight_command._Settings(dict.fromkeys(_preflight_command._INSTALL.values(), "x"))
     assert _apt_source.source_path(racadm.install) == _slice_remnants.RACADM_SOURCE
     for unit in (_boot_units.BINDING, _boot_units.CLAIM):
         assert unit.settings_path == _vfio_bind.SETTINGS
     assert _boot_units.FABRIC.settings_path == _virtual_functions.SETTINGS
+    assert _boot_units.NETWORK.settings_path == _baseline_files.SETTINGS
     assert _kernel_arguments.DROP_IN in [path for _check, path, _text in FILES]

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_service,
     _boot_units,
     _command,
     _free_space,
     _host,
+    _host_mode,
     _object_names,
     _repairs,
 )
@@ -99,7 +99,7 @@ def rig() -> Iterator[Rig]:
         # The product reads the machine's kernel by files, which the rig copies.
         _follow(machines, patch)
         _host.path("/run/netns").symlink_to("/run/netns")
-        _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
+        _host.write(_host_mode.MARKER, '{"mode": "slice"}')
         assert machines.dhcp is not None
         _host.write("/run/dnsmasq/dnsmasq.pid", str(machines.dhcp.pid))
         _host.write(f"/proc/{machines.dhcp.pid}/comm", "dnsmasq")

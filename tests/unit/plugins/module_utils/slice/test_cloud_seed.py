@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,22 @@ def test_an_iso_says_what_it_holds_and_only_root_reads_it(
     folder = tree / "var/lib/gpuaas/seeds"
     assert (folder / "x.iso").stat().st_mode & 0o777 == 0o600
     assert [file.name for file in folder.iterdir()] == ["x.iso"]
+
+
+def test_a_seed_is_on_the_disk_before_it_has_its_name(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power its header would vouch for content that never came."""
+    synced, sync = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(_command, "run", Maker().run)
+    monkeypatch.setattr(os, "fsync", fsync)
+    _cloud_seed.make("/var/lib/gpuaas/seeds/x.iso", {"user-data": ""})
+    assert (tree / "var/lib/gpuaas/seeds/x.iso").stat().st_ino in synced
 
 
 def test_another_program_is_tried(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

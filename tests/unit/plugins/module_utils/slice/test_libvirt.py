@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
@@ -30,7 +32,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_domains_and_their_states(script: Script) -> None:
     script.on(*LOOK, out=stats(a=(1, 1), b=(5, 0), c=(3, 11), d=(99, 0)))
-    assert _libvirt.domains() == {"a": "running", "b": "shut off", "c": "paused", "d": "state 99"}
+    words = {name: state.name for name, state in _libvirt.states().items()}
+    assert words == {"a": "running", "b": "shut off", "c": "paused", "d": "state 99"}
 
 
 def test_no_domains(script: Script) -> None:
@@ -64,6 +67,18 @@ def test_a_domain_that_is_not_found_is_looked_for_in_all(script: Script) -> None
         _libvirt.state("b")
 
 
+def test_a_domain_that_goes_meanwhile_has_no_definition(script: Script) -> None:
+    """A release of its slice may end between the list of all domains and this query."""
+    script.on(*VIRSH, "dumpxml", "--inactive", "a", out="<domain/>")
+    for name in ("gone", "b"):
+        script.on(*VIRSH, "dumpxml", "--inactive", name, rc=1, err="no answer")
+    script.on(*LOOK, "gone", rc=1).on(*LOOK, out=stats(a=(1, 1)))
+    assert _libvirt.definitions(["a", "gone"]) == {"a": "<domain/>"}
+    script.on(*LOOK, "b", out=stats(b=(1, 1)))
+    with pytest.raises(Refusal, match="no answer"):
+        _libvirt.definitions(["b"])
+
+
 def test_a_guest_that_powers_off_is_graceful(script: Script) -> None:
     script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 1)))
     script.on(*VIRSH, "shutdown", "a")
@@ -74,6 +89,21 @@ def test_a_guest_that_powers_off_is_graceful(script: Script) -> None:
 def test_a_guest_that_ignores_the_request_is_not(script: Script) -> None:
     script.on(*LOOK, "a", out=stats(a=(1, 1)))
     script.on(*VIRSH, "shutdown", "a")
+    assert not _libvirt.shut_down("a", deadline=0.01, check=list)
+
+
+def test_a_qemu_that_does_not_answer_is_no_obstacle_to_taking_its_power(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise no release of its slice would ever end."""
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if "shutdown" in argv:
+            raise Refusal("command_timeout", expected="", found="still running", remedy="")
+        return script.run(argv, **more)
+
+    monkeypatch.setattr(_command, "run", run)
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
     assert not _libvirt.shut_down("a", deadline=0.01, check=list)
 
 

@@ -85,7 +85,7 @@ NOTHING = _machine.State(
     flows=frozenset(),
     wanted_flows=frozenset(),
     held=frozenset({"eui.5e0000000000a003"}),
-    fences={"slot-3": 7},
+    entries={"slot-3": _ledger.Entry("slot-3", fence=7)},
     left=(),
 )
 RUNNING = replace(
@@ -189,7 +189,9 @@ def test_other_obstacles() -> None:
     assert codes(replace(NOTHING, held=frozenset())) == ["lease_missing"]
     assert codes(replace(NOTHING, pids=(9,))) == ["qemu_orphan"]
     assert codes(replace(RUNNING, port=None)) == ["port_missing"]
-    assert codes(replace(RUNNING, fences={"slot-3": 8})) == ["stale_fence"]
+    assert codes(replace(RUNNING, entries={"slot-3": _ledger.Entry("slot-3", fence=8)})) == [
+        "stale_fence"
+    ]
 
 
 @pytest.mark.covers("SLICE-6")
@@ -213,7 +215,9 @@ def test_stopping_keeps_the_definition_but_no_flow() -> None:
 
 def test_a_qemu_without_a_domain_is_never_called_absent() -> None:
     assert codes(replace(NOTHING, pids=(9,)), state="absent") == ["qemu_orphan"]
-    assert codes(replace(RUNNING, fences={"slot-3": 8}), state="absent") == ["stale_fence"]
+    assert codes(
+        replace(RUNNING, entries={"slot-3": _ledger.Entry("slot-3", fence=8)}), state="absent"
+    ) == ["stale_fence"]
 
 
 class Host:

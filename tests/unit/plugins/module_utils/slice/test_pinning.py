@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _pinning
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _pinning
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,14 +19,6 @@ def write_file(tree: Path, path: str, text: str) -> None:
     file = tree / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0-3,8", [0, 1, 2, 3, 8]), ("", []), ("5\n", [5]), ("0-1,4-5", [0, 1, 4, 5])],
-)
-def test_numbers(text: str, expected: list[int]) -> None:
-    assert _domain.listed(text) == expected
 
 
 def test_cores_keep_the_threads_of_one_together(tree: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
@@ -43,7 +44,7 @@ def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_firewall, "forwarded", lambda: [(TWO, "rule-2")])
     monkeypatch.setattr(_qos, "rows", lambda: {"another": TWO})
     monkeypatch.setattr(_dnsmasq, "connections", lambda _ip: 0)
-    monkeypatch.setattr(_slots, "disk", lambda _slot: (object(), []))
+    monkeypatch.setattr(_block, "judged", lambda _slot: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda _address: [])
     return tree
 
@@ -154,5 +155,5 @@ def test_a_disk_that_is_not_the_approved_one_proves_nothing(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = Refusal("identity_mismatch", expected="", found="", remedy="")
-    monkeypatch.setattr(_slots, "disk", lambda _slot: (None, [refusal]))
+    monkeypatch.setattr(_block, "judged", lambda _slot: (None, [refusal]))
     assert not _slice_absence.look(ONE, [SLOT], "ovsbr0")["disk_holders"]["known"]

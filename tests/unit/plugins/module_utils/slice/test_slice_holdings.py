@@ -13,6 +13,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
@@ -45,7 +46,7 @@ def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_flows, "guards", lambda _name: {})
     monkeypatch.setattr(_firewall, "forwarded", list)
     monkeypatch.setattr(_qos, "rows", dict)
-    monkeypatch.setattr(_slots, "disk", lambda *_, **__: (object(), []))
+    monkeypatch.setattr(_block, "judged", lambda *_, **__: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda *_, **__: [])
     return tree
 
@@ -131,7 +132,7 @@ def test_what_speaks_against_a_device_is_said_and_a_slice_is_no_obstacle(
 
     monkeypatch.setattr(_libvirt, "processes", lambda _marker: {7: "qemu"})
     monkeypatch.setattr(_host, "read", lambda _path: "")
-    monkeypatch.setattr(_slots, "disk", lambda *_, **__: (None, [used]))
+    monkeypatch.setattr(_block, "judged", lambda *_, **__: (None, [used]))
     monkeypatch.setattr(_slots, "passthrough", passthrough)
     rows = _slice_holdings.look([SLOT], "ovsbr0")["devices"]["found"]
     assert [(row["slot_id"], row["code"]) for row in rows] == [

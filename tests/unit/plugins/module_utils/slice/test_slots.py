@@ -1,31 +1,22 @@
-"""Slot bundle against the host: every difference is a refusal."""
+"""Slot bundles, and their functions against the host: every difference is a refusal."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 
-from tests.conftest import Script
-
-ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
-TWO = "33bd713b-6073-4ef7-8a51-2897e902365d"
 GPU = "0000:43:00.0"
-BY_ID = "/dev/disk/by-id/nvme-eui.5e0000000000a003"
 SLOT = {
     "slot_id": "slot-3",
     "slot_index": 3,
     "fence": 7,
     "gpu_pci_address": GPU,
-    "nvme_device": BY_ID,
+    "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a003",
     "nvme_serial": "LABNVME3",
 }
-DISK = _block.Disk("eui.5e0000000000a003", BY_ID, "nvme0n1", "LABNVME3", "", "", 4096, "", "259:0")
 
 
 def gpu(machine: Any, driver: str = "vfio-pci", power: str = "D0") -> None:
@@ -84,49 +75,3 @@ def test_a_live_neighbour_in_the_group_is_named(machine: Any) -> None:
     problems = _slots.passthrough([GPU])
     assert codes(problems) == ["group_not_viable"]
     assert "0000:43:00.1" in problems[0].found
-
-
-@pytest.mark.parametrize(("own_pids", "expected"), [((), ["disk_in_use"]), ((4711,), [])])
-def test_only_the_own_qemu_may_hold_the_disk(
-    monkeypatch: pytest.MonkeyPatch, own_pids: tuple[int, ...], expected: list[str]
-) -> None:
-    monkeypatch.setattr(_block, "of_slot", lambda _slot: DISK)
-    monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[4711]))
-    disk, problems = _slots.disk(SLOT, own_pids=own_pids)
-    assert disk == DISK
-    assert codes(problems) == expected
-
-
-def test_another_disk_under_the_name_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swapped(_slot: object) -> _block.Disk:
-        raise Refusal("identity_mismatch", expected="", found="", remedy="")
-
-    monkeypatch.setattr(_block, "of_slot", swapped)
-    assert _slots.disk(SLOT)[0] is None
-    assert codes(_slots.disk(SLOT)[1]) == ["identity_mismatch"]
-
-
-def test_the_ledger_speaks_as_the_hold_would(tree: Path) -> None:
-    assert _slots.ledger(SLOT, ONE) == []
-    _ledger.hold("slot-3", fence=7, allocation_id=TWO, disk_identity="d")
-    assert codes(_slots.ledger(SLOT, ONE)) == ["slot_leased"]
-    assert codes(_slots.ledger({**SLOT, "fence": 6}, ONE)) == ["stale_fence"]
-    assert _slots.ledger({**SLOT, "fence": 8}, ONE) == []
-    _ledger.mark_dirty("slot-3", fence=7, disk_identity="d")
-    assert codes(_slots.ledger({**SLOT, "fence": 8}, ONE)) == ["disk_dirty"]
-    assert _slots.ledger(SLOT, TWO) == []
-
-
-def test_what_another_domain_names_is_taken(script: Script) -> None:
-    virsh = ("virsh", "--connect", "qemu:///system")
-    script.on(*virsh, "domstats", "--state", "--nowait", out="Domain: 'own'\nDomain: 'other'\n")
-    script.on(
-        *virsh,
-        "dumpxml",
-        "--inactive",
-        "other",
-        out=f"<d><devices><disk type='block'><source dev='{BY_ID}'/></disk></devices></d>",
-    )
-    problems = _slots.claimed(SLOT, _slots.other_domains("own"))
-    assert codes(problems) == ["device_in_use"]
-    assert "other" in problems[0].found

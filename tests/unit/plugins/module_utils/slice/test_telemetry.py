@@ -318,6 +318,19 @@ def test_a_silent_guest_and_one_that_ended_leave_no_values(
     assert collector._channels == {} and set(snapshot()) == {A}
 
 
+def test_a_libvirt_that_starts_another_slice_takes_no_values_away(
+    pair: tuple[_telemetry.Collector, Qemu, Qemu], script: Script
+) -> None:
+    collector, guest, _other = pair
+    guest.write(line())
+    collector.round({}, 1)
+    script.answers[STATS] = []
+    script.on(*STATS, rc=1, err="late").on(*STATS, out=domain(A) + domain(B))
+    for _round in range(2):
+        collector.round({}, _telemetry.EVERY)
+    assert snapshot()[A]["guest"]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),

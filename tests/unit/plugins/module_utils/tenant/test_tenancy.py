@@ -16,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
     _change,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenancy
@@ -50,20 +51,20 @@ def refused(subject: _change.Subject, **params: Any) -> bool:
 
 def test_it_is_not_put_into_slice_mode(tree: Path, tenant: None) -> None:
     assert refused(_slice_mode.SUBJECT, profile="lab")
-    assert _host.read(_boot_service.SLICE_MODE) is None
+    assert _host.read(_host_mode.MARKER) is None
 
 
 def test_a_word_for_slices_can_always_be_taken_back(tree: Path) -> None:
     """A leftover mark would block the tenant's release, because baremetal_lease refuses a slice
     host."""
-    _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}\n')
+    _host.write(_host_mode.MARKER, '{"mode": "slice"}\n')
     _ledger.hold(_ledger.MACHINE, fence=1, allocation_id=TENANT, disk_identity="")
     outcome = _change.drive(_slice_mode.SUBJECT, {"state": "absent"}, check_mode=False)
-    assert (outcome.failure, _host.read(_boot_service.SLICE_MODE)) == (None, None)
+    assert (outcome.failure, _host.read(_host_mode.MARKER)) == (None, None)
 
 
 def test_a_word_that_cannot_be_read_is_there(tree: Path) -> None:
-    (tree / _boot_service.SLICE_MODE.lstrip("/")).mkdir(parents=True)
+    (tree / _host_mode.MARKER.lstrip("/")).mkdir(parents=True)
     with pytest.raises(_host.Refusal, match="file_unreadable"):
         _change.drive(_slice_mode.SUBJECT, {"state": "absent"}, check_mode=False)
 
@@ -118,7 +119,7 @@ def test_its_devices_keep_their_drivers(
 ) -> None:
     pci.add(GPU, group=7, driver="nouveau")
     (tree / "sys/bus/pci/drivers/vfio-pci").mkdir(parents=True)
-    _host.write(_boot_service.SLICE_MODE, '{"mode": "slice"}')
+    _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     silent = _boot_service.Service(active=False, enabled=False, started_at=0)
     monkeypatch.setattr(_boot_service, "services", lambda names: dict.fromkeys(names, silent))
     assert refused(vfio_bind.SUBJECT, addresses=[GPU], state="bound", **BIND)

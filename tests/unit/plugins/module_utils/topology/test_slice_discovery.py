@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_service, _pci
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host_mode, _pci
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _usage
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
     _candidates,
@@ -106,7 +106,7 @@ def prepared(machine: Any, script: Any) -> None:
     bridge = {"local": "10.100.0.1", "prefixlen": 24}
     shown = [{"ifname": "ovsbr0", "flags": ["UP"], "addr_info": [bridge]}]
     script.on("ip", "-j", "address", "show", out=json.dumps(shown))
-    script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", out=rule)
+    script.on("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING", out=rule)
     machine.file("/proc/sys/net/ipv4/ip_forward", "1")
     machine.file("/run/dnsmasq/dnsmasq.pid", "7")
     machine.file("/proc/7/comm", "dnsmasq")
@@ -164,7 +164,7 @@ def test_before_bootstrap_it_works_and_says_why_not(
     fill(machine)
     machine.file("/proc/cmdline", "root=/dev/x\n")
     script.on("ip", "-j", "address", "show", out="[]")
-    script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
+    script.on("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING", rc=4)
     document = checked(_slice_discovery.discover(PROFILE))
     assert set(document["candidate_summary"]["blockers"]) >= {
         "missing_kernel_argument",
@@ -358,7 +358,7 @@ def test_an_ethernet_port_is_no_fabric_of_infiniband(
     """It is nearer to the second GPU, and its function would bypass the bridge's isolation."""
     fill(machine)
     script.on("ip", "-j", "address", "show", out="[]")
-    script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
+    script.on("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING", rc=4)
     guid = "02:a4:79:e9:da:2a:a8:ac"
     shown = [{"vfinfo_list": [{"vf": 0, "node guid": guid, "port guid": guid}]}]
     script.on("ip", "-j", "link", "show", "dev", "port0", out=json.dumps(shown))
@@ -394,7 +394,7 @@ def test_a_profile_that_names_no_link_has_no_fabric(
 ) -> None:
     fill(machine)
     script.on("ip", "-j", "address", "show", out="[]")
-    script.on("iptables", "-w", "-t", "nat", "-S", "POSTROUTING", rc=4)
+    script.on("iptables", "--wait", "10", "-t", "nat", "-S", "POSTROUTING", rc=4)
     fabric = {key: value for key, value in PROFILE["fabric"].items() if key != "link"}
     document = checked(_slice_discovery.discover(PROFILE | {"fabric": fabric}))
     assert codes(document["fabric"][0]["blockers"]) == ["wrong_link"]
@@ -404,7 +404,7 @@ def test_a_profile_that_names_no_link_has_no_fabric(
 
 def test_a_broken_mode_file_is_no_mode(machine: Any) -> None:
     machine.file("/etc/gpuaas/slice-mode.json", "not json")
-    assert _boot_service.mode() == ""
+    assert _host_mode.mode() == ""
 
 
 def test_the_count_of_gpus_is_compared_with_the_profile() -> None:
