@@ -89,19 +89,18 @@ def _states(folder: Path) -> dict[str, _State]:
 def _read(file: Path, _state: _State) -> dict[str, Any]:
     try:
         document: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as broken:
-        document, content = None, " ".join(str(broken).split())[:300]
-    else:
-        content = type(document).__name__
-    if not isinstance(document, dict):
+        if not isinstance(document, dict):
+            raise TypeError(type(document).__name__)
+        hardware.check(document, file.stem)
+    # The last three also of a section that has another form.
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as broken:
         raise Problem(
             "profile_unknown",
             422,
-            expected=f"a mapping in {file.name}",
-            found=content,
-            remedy="write the profile's entries into it, or remove the file",
-        )
-    hardware.check(document, file.stem)
+            expected=f"a mapping with a profile's sections in {file.name}",
+            found=" ".join(str(broken).split())[:300],
+            remedy="write the profile's entries into it (`gpuaas doctor`), or remove the file",
+        ) from broken
     return document
 
 

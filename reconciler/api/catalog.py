@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
@@ -21,7 +20,7 @@ from reconciler.model import hardware
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import public
 from reconciler.model.states import CapacityShape
-from reconciler.profiles import hardware_profile, profile_offers, profile_skus, sku_prices
+from reconciler.profiles import Prices, profile_offers, profile_skus, sku_prices
 from reconciler.records import fleet, timeline
 
 router = APIRouter(prefix="/catalog", tags=["catalog"])
@@ -61,18 +60,6 @@ class Region(Answer):
     enabled: bool
     planned: bool = Field(description="It has no machine yet.")
     reason: str
-
-    @classmethod
-    def present(cls, name: str, title: str, *, enabled: bool) -> Region:
-        """A region with machines."""
-        reason = "" if enabled else "nothing is free here now"
-        return cls(name=name, title=title, enabled=enabled, planned=False, reason=reason)
-
-    @classmethod
-    def to_come(cls, name: str, title: str) -> Region:
-        """A region without machines."""
-        reason = "this region is to come"
-        return cls(name=name, title=title, enabled=False, planned=True, reason=reason)
 
 
 class Catalog(Answer):
@@ -141,7 +128,14 @@ class AnswerCache:
         if question not in answers:
             with self.turn(caller) as free:
                 if not free:
-                    raise _busy()
+                    raise Problem(
+                        "rate_exceeded",
+                        429,
+                        expected="one question about availability at a time",
+                        found="a second one before the first was answered",
+                        remedy="ask again in a second",
+                        detail={"retry_after_s": 1},
+                    )
                 answers[question] = judge(conn)
         answer: T = answers[question]
         return answer
@@ -185,17 +179,6 @@ class AnswerCache:
                     self._busy.discard(caller)
 
 
-def _busy() -> Problem:
-    return Problem(
-        "rate_exceeded",
-        429,
-        expected="one question about availability at a time",
-        found="a second one before the first was answered",
-        remedy="ask again in a second",
-        detail={"retry_after_s": 1},
-    )
-
-
 @router.get("")
 def show(context: Holder) -> Catalog:
     """Offers and regions."""
@@ -210,12 +193,20 @@ def show(context: Holder) -> Catalog:
     rooms, disks = context.read(lambda conn: cache.share(conn, question, judge))
     titles = settings.regions_to_come
     present = [
-        Region.present(name, titles.get(name, name), enabled=enabled)
+        Region(
+            name=name,
+            title=titles.get(name, name),
+            enabled=enabled,
+            planned=False,
+            reason="" if enabled else "nothing is free here now",
+        )
         for name, enabled in sorted(rooms.items())
     ]
-    to_come = [Region.to_come(name, titles[name]) for name in sorted(set(titles) - set(rooms))]
+    later: dict[str, Any] = {"enabled": False, "planned": True, "reason": "this region is to come"}
+    names = sorted(titles.keys() - rooms.keys())
+    to_come = [Region(name=name, title=titles[name], **later) for name in names]
     return Catalog(
-        skus=_skus(settings.profiles_dir, disks),
+        skus=_skus(offers, sku_prices(settings.profiles_dir), disks),
         regions=[*present, *to_come],
         currency=settings.currency,
     )
@@ -272,26 +263,22 @@ def machines(context: Holder) -> Machines:
     return context.read(lambda conn: cache.get(conn, caller, question, judge))
 
 
-def _skus(folder: Path, disks: Mapping[str, tuple[int, int]]) -> list[Sku]:
+def _skus(
+    offers: Mapping[str, hardware.Offer], sold: Prices, disks: Mapping[str, tuple[int, int]]
+) -> list[Sku]:
     """Offers by SKU: slices, then whole machines. Of profiles with the same SKU the first describes
     it, but for the disks, which are those of all. disks: sizes by profile.
     """
     slices: dict[str, Sku] = {}
     machines: list[Sku] = []
-    prices = {key: str(price) for key, price in sku_prices(folder).items()}
-    offers = profile_offers(folder)
-
+    prices = {key: str(price) for key, price in sold.items()}
     for name, offer in offers.items():
-        profile = hardware_profile(folder, name)
-        vm = profile.get("vm") or {}
-        most = int((profile.get("gpu") or {}).get("expected") or 1)
-        title = str(profile.get("sku_title") or offer.sku or name)
         machines.append(
             Sku(
                 name=name,
-                title=title,
+                title=offer.title or name,
                 capacity_shape=CapacityShape.BAREMETAL,
-                gpu_counts=[most],
+                gpu_counts=[offer.gpus],
                 vcpus_per_gpu=None,
                 memory_mib_per_gpu=None,
                 least_disk_bytes_per_gpu=None,
@@ -304,14 +291,14 @@ def _skus(folder: Path, disks: Mapping[str, tuple[int, int]]) -> list[Sku]:
             continue
         alike = [each for each in offers if offers[each].sku == offer.sku]
         sizes = [disks[each] for each in alike if each in disks]
-        counts = [count for count in _COUNTS if count <= most and not offer.refusal(count)]
+        counts = [count for count in _COUNTS if count <= offer.gpus and not offer.refusal(count)]
         slices[offer.sku] = Sku(
             name=offer.sku,
-            title=title,
+            title=offer.title,
             capacity_shape=CapacityShape.GPU_SLICE,
             gpu_counts=counts,
-            vcpus_per_gpu=int(vm.get("vcpus_per_gpu") or 0),
-            memory_mib_per_gpu=int(vm.get("memory_mib_per_gpu") or 0),
+            vcpus_per_gpu=offer.vcpus,
+            memory_mib_per_gpu=offer.memory_mib,
             least_disk_bytes_per_gpu=min((least for least, _ in sizes), default=None),
             most_disk_bytes_per_gpu=max((most for _, most in sizes), default=None),
             # On all of its hardware: an image that lacks less fits some of it.

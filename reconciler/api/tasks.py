@@ -98,6 +98,8 @@ class WaitsFor(Answer):
         "host_unreachable",
         "host_certificate_expired",
         "awx_silent",
+        "maas_silent",
+        "ufm_silent",
         "run_folder_unwritable",
         "controller_unready",
         "later",

@@ -122,11 +122,14 @@ class Offer:
     runtime: what an image must contain. price, machine_price: of a GPU hour in a slice and in a
     whole machine, None when nothing is asked.
     joined: GPUs that a partition of NVLink joins, by address; of no board without partitions.
-    memory_mib: of a guest, for each GPU. allowed, denied: private networks that guests reach, and
-    public ones that they do not.
+    gpus: of a machine. vcpus, memory_mib: of a guest, for each GPU. allowed, denied: private
+    networks that guests reach, and public ones that they do not.
     """
 
     sku: str = ""
+    title: str = ""
+    gpus: int = 1
+    vcpus: int = 0
     counts: tuple[int, ...] = ()
     nvlink: str = ""
     spans_numa: bool = False
@@ -141,17 +144,21 @@ class Offer:
 
     @classmethod
     def of(cls, profile: Mapping[str, Any]) -> Offer:
-        deadlines = profile.get("deadlines") or {}
+        deadlines, gpu, vm = (profile.get(name) or {} for name in ("deadlines", "gpu", "vm"))
+        sku = str(profile.get("sku") or "")
         return cls(
-            sku=str(profile.get("sku") or ""),
-            counts=tuple(map(int, (profile.get("gpu") or {}).get("counts") or ())),
+            sku=sku,
+            title=str(profile.get("sku_title") or sku),
+            gpus=int(gpu.get("expected") or 1),
+            vcpus=int(vm.get("vcpus_per_gpu") or 0),
+            counts=tuple(map(int, gpu.get("counts") or ())),
             nvlink=nvlink(profile),
-            spans_numa=bool((profile.get("vm") or {}).get("span_numa")),
+            spans_numa=bool(vm.get("span_numa")),
             ready_minimum_s=int(deadlines.get("ready_minimum", deadlines.get("ready", 0))),
             runtime=baked_runtime(profile),
             price=_price(profile, CapacityShape.GPU_SLICE),
             machine_price=_price(profile, CapacityShape.BAREMETAL),
-            memory_mib=int((profile.get("vm") or {}).get("memory_mib_per_gpu") or 0),
+            memory_mib=int(vm.get("memory_mib_per_gpu") or 0),
             joined=_joined(profile),
             allowed=tuple((profile.get("network") or {}).get("allowed_networks") or ()),
             denied=tuple((profile.get("network") or {}).get("denied_networks") or ()),

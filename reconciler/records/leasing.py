@@ -184,8 +184,11 @@ def _take(conn: sa.Connection, task: Task, owner: str, runner: str, seconds: flo
     )
 
 
-# Errors of the controller side, which executes runs: AWX, the run folder, and its own identity.
-CONTROLLER_CODES = ("awx_silent", "maas_silent", "run_folder_unwritable", "controller_unready")
+# Errors of the controller side: the services that a task needs, the run folder, our identity.
+CONTROLLER_CODES = (
+    *("awx_silent", "maas_silent", "ufm_silent"),
+    *("run_folder_unwritable", "controller_unready"),
+)
 
 
 def wait_reasons(conn: sa.Connection, waiting: Sequence[Task]) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,7 @@ from reconciler.inventory.machines import (
 from reconciler.inventory.patches import purpose_of
 from reconciler.lifecycle import host, installation
 from reconciler.lifecycle.task_failures import act_of
-from reconciler.model.errors import Problem
+from reconciler.model.errors import Refusal
 from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.model.storable import storable_parts, storable_text
 from reconciler.records import nodes, queue, tokens
@@ -91,7 +91,7 @@ def attend(engine: Engine, settings: Settings, task: Task) -> None:
             progress = replace(progress, task=reason, began_at=began_at)
             queue.progress(conn, task.id, task.lease_token, asdict(progress))
             queue.wait_for_host(conn, task.id, task.lease_token, reason, act=act, error=parts)
-    except (Problem, RunError) as refusal:
+    except Refusal as refusal:
         if refusal.code == "stale_lease":
             raise
         error = storable_parts(refusal)

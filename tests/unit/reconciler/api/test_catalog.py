@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from reconciler.model.scheduler.snapshot import Want
 from reconciler.settings import Settings
 from tests.unit.reconciler.api.stack import NODE, Stack
 from tests.unit.reconciler.api.test_canaries import canaries
-from tests.unit.reconciler.api.test_launches import launch
+from tests.unit.reconciler.api.test_launches import launch, with_profile
 from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("CTRL-11")
@@ -43,6 +44,18 @@ def test_offers_are_those_of_the_hardware_profiles(selling: Stack) -> None:
     (north,) = shown["regions"]
     assert north.pop("title") == "north"
     assert north == {"name": "north", "enabled": True, "planned": False, "reason": ""}
+
+
+def test_a_profile_with_a_text_for_a_number_hides_no_other_offer(
+    selling: Stack, tmp_path: Path
+) -> None:
+    stack = with_profile(selling, tmp_path)
+    other = (tmp_path / "zz-other.yml").read_text()
+    assert "vcpus_per_gpu: 1\n" in other
+    for wrong in ("vcpus_per_gpu: one\n", "vcpus_per_gpu: [1]\n"):
+        (tmp_path / "zz-other.yml").write_text(other.replace("vcpus_per_gpu: 1\n", wrong))
+        offers = stack.client("member").get("catalog").json()["skus"]
+        assert [sku["name"] for sku in offers] == ["lab-edu-slice", "lab"]
 
 
 def test_regions_to_come_are_named_and_disabled(selling: Stack) -> None:

@@ -9,7 +9,7 @@ import pytest
 from reconciler.db.engine import transaction
 from reconciler.records import queue
 from reconciler.runs import collect
-from tests.unit.reconciler.api.stack import NODE, Stack
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_launches import launch
 
 
@@ -31,6 +31,21 @@ def test_read(prepared: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [event["document"]["event"] for event in shown["events"]] == ["ok"]
     assert "lease_token" not in shown
     assert task.lease_token not in str(shown)
+
+
+@pytest.mark.parametrize("code", ["awx_silent", "maas_silent", "ufm_silent"])
+def test_a_task_that_waits_for_a_service_names_that_and_not_its_host(
+    prepared: Stack, code: str
+) -> None:
+    admin = prepared.client("admin")
+    admin.post(f"admin/nodes/{NODE}/parity")
+    task = prepared.lease()
+    with transaction(prepared.engine) as conn:
+        held = (task.id, task.lease_token)
+        queue.wait_for_host(conn, *held, "no answer", act=ACT, error={"code": code})
+    (listed,) = admin.get("admin/tasks").json()["items"]
+    for shown in (listed, admin.get(f"admin/tasks/{task.id}").json()):
+        assert shown["waits_for"]["code"] == code
 
 
 @pytest.mark.covers("CTRL-8")
