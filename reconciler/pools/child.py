@@ -47,7 +47,7 @@ class _Entry(NamedTuple):
 
 
 class Runner:
-    """models: FILE.onnx or MODULE:FUNCTION by name, and folder: where they are, if not in the present
+    """models: FILE.onnx or MODULE:FUNCTION by name. folder: where they are, if not in the present
     one. Only the main thread may use it, because Linux ends the process together with the thread
     that has started it.
 
