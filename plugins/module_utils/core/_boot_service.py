@@ -38,6 +38,10 @@ STEPS = ("install_service", "start_service", "remove_service")
 
 Unit = _boot_files.Unit
 
+# A guardian rests four times as long as its round took, so that a slow machine is left to others,
+# but never for longer than this.
+_REST, _LONGEST_REST_S = 4, 5.0
+
 # Address of systemd's notification socket, taken from the environment at the first use.
 _NOTIFY: dict[str, str] = {}
 
@@ -216,13 +220,15 @@ def watch(
     period_s: float = 2.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Body of a guardian after its boot: restore what differs, every period_s seconds, for ever.
+    """Body of a guardian after its boot: restore what differs, for ever, with pauses of period_s
+    seconds, or longer where a round takes its time.
 
     restore: gets the settings and the number of the round, and gives the steps of each part once it
     is done. trouble: what a failure means, for the journal.
     """
     silent, turn = "", 0
     while True:
+        began = time.monotonic()
         try:
             settings = json.loads(_host.read(settings_path) or "{}")
             for done in restore(settings, turn):
@@ -236,7 +242,7 @@ def watch(
                 silent = str(broken)
                 log(f"{trouble}: {silent}")
         notify("WATCHDOG=1")
-        sleep(period_s)
+        sleep(max(period_s, min(_REST * (time.monotonic() - began), _LONGEST_REST_S)))
         turn += 1
 
 

@@ -484,3 +484,27 @@ def test_what_a_killed_run_leaves_beside_the_start_hook_is_no_program(
         _host.write(_boot_files.HOOK, "#!/usr/bin/python3 -I\n\ud800", 0o755)
     (draft,) = _host.path(_boot_files.HOOK).parent.iterdir()
     assert not os.access(draft, os.X_OK)
+
+
+class EndedError(Exception):
+    """The guardian's process ends."""
+
+
+@pytest.mark.parametrize(("took_s", "pause_s"), [(0.01, 2.0), (1.0, 4.0), (60.0, 5.0)])
+def test_a_guardian_leaves_a_slow_machine_to_others(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, took_s: float, pause_s: float
+) -> None:
+    now, pauses = [0.0], []
+    monkeypatch.setattr(_boot_service.time, "monotonic", lambda: now[0])
+
+    def restore(_settings: dict[str, Any], _turn: int) -> list[list[str]]:
+        now[0] += took_s
+        return []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        raise EndedError
+
+    with pytest.raises(EndedError):
+        _boot_service.watch("/etc/gpuaas/none.json", restore, trouble="none", sleep=sleep)
+    assert pauses == [pause_s]
