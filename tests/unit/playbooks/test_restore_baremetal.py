@@ -18,10 +18,7 @@ from scripts import standalone
 from tests.deployed_machine import NEEDS_ROOT, ROOT, play
 from tests.unit.playbooks.played import result
 
-pytestmark = [
-    pytest.mark.covers("HOST-15", "HOST-4"),
-    NEEDS_ROOT,
-]
+pytestmark = [pytest.mark.covers("HOST-15", "HOST-4"), NEEDS_ROOT]
 
 BOOTSTRAP = "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh"
 STORY = Path(__file__).with_name("restore_baremetal.sh").read_text()

@@ -30,12 +30,7 @@ def slot(number: int) -> dict[str, Any]:
 
 
 def wipe(
-    *,
-    fence: int = 3,
-    check_mode: bool = False,
-    renew: bool = False,
-    raw: bool = False,
-    **slot: Any,
+    *, fence: int = 3, check_mode: bool = False, renew: bool = False, raw: bool = False, **slot: Any
 ) -> _change.Outcome:
     bundle = {
         "slot_id": "slot-0",

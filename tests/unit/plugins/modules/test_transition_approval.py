@@ -146,10 +146,7 @@ def test_bytes_beside_the_partitions_are_somebodys_too(bench) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "magic"),
-    [
-        (SIZE - 1024, b"Intel Raid ISM Cfg Sig. 1.3.00"),
-        (SIZE - 512, b"\xde\x11\xde\x11"),
-    ],
+    [(SIZE - 1024, b"Intel Raid ISM Cfg Sig. 1.3.00"), (SIZE - 512, b"\xde\x11\xde\x11")],
 )
 def test_a_member_of_a_firmware_array_shows_what_is_mirrored_at_its_start(
     bench, offset: int, magic: bytes

@@ -621,11 +621,7 @@ def test_cost_is_shown_where_the_site_has_prices(
             re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>.*?</tr>", part)
         ]
         prices = {(row[1], row[-2]) for row in cells if row}
-        assert prices == {
-            ("lab-edu-slice", ""),
-            ("lab-edu-slice", "2.49 EUR"),
-            ("lab", "1.99 EUR"),
-        }
+        assert prices == {("lab-edu-slice", ""), ("lab-edu-slice", "2.49 EUR"), ("lab", "1.99 EUR")}
 
 
 def test_the_last_day_of_a_period_counts(selling: Stack, browse: Browse) -> None:
@@ -801,7 +797,7 @@ def test_the_command_of_the_review_makes_the_same_call(selling: Stack, browse: B
             for id in (by_command.json()["id"], by_form)
         ]
     assert {name for name in stored[0] if stored[0][name] != stored[1][name]} <= {
-        *("id", "correlation_id", "created_at", "state_since", "deadline_at"),
+        *("id", "correlation_id", "created_at", "state_since", "deadline_at")
     }
 
 

@@ -489,10 +489,7 @@ def test_a_call_that_goes_on_soon_has_its_claim_on_the_disk(
 
 
 def test_a_heartbeat_that_fails_is_logged_once_for_each_reason(
-    monkeypatch: pytest.MonkeyPatch,
-    queue: Queue,
-    runner: Runner,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
     stopping = threading.Event()
     monkeypatch.setattr(worker, "_AGAIN_S", 0.01)
@@ -511,7 +508,7 @@ def test_a_heartbeat_that_fails_is_logged_once_for_each_reason(
     Worker(Failing(queue.engine, ["m"], poll_s=0.01), runner, stopping).run()
     lines = [record for record in caplog.records if record.message.startswith("could not renew")]
     assert [str(record.args[0]) for record in lines[:3] if record.args] == [  # type: ignore[index]
-        *("of no known kind", "of no known kind", "of another kind"),
+        *("of no known kind", "of no known kind", "of another kind")
     ]
     assert len(lines) == 3 and all(record.exc_info for record in lines)
 

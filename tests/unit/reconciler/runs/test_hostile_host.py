@@ -180,10 +180,7 @@ def _awx(pair: Pair, machine: Machine, run_id: str) -> Outcome:
     words = f'-o GlobalKnownHostsFile={known} -i {pair.login} "$@"'
     program.write_text(f"#!/bin/sh\nexec {shutil.which('ssh')} {words}\n")
     program.chmod(0o755)
-    environment = {
-        "ANSIBLE_INJECT_FACT_VARS": "True",
-        "PATH": f"{programs}:{SEARCH_PATH}",
-    }
+    environment = {"ANSIBLE_INJECT_FACT_VARS": "True", "PATH": f"{programs}:{SEARCH_PATH}"}
     site = dataclasses.replace(pair.site, ssh=None, environment=environment)
     variables = request.body(spec)["extra_vars"]
     return pair.run(site, dataclasses.replace(spec, variables=variables))

@@ -22,13 +22,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal, leader, postgresql
 from reconciler.db import schema as tables
-from reconciler.db.engine import (
-    open_engine,
-    reading,
-    retrying,
-    transaction,
-    without_limits,
-)
+from reconciler.db.engine import open_engine, reading, retrying, transaction, without_limits
 from reconciler.db.leader import LOOPS
 from reconciler.db.schema import Task
 from reconciler.model.states import Role, TaskKind, TaskState

@@ -185,11 +185,7 @@ def test_apt_itself_says_what_it_has(
     ("lock", "words"), [("lists/lock", ["update"]), ("archives/lock", ["clean"])]
 )
 def test_a_lock_that_somebody_holds_is_waited_for(
-    scratch: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lock: str,
-    words: list[str],
+    scratch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, words: list[str]
 ) -> None:
     """apt-daily holds the lock at a first boot, and apt itself waits only for dpkg's lock."""
     with held(tmp_path / lock) as release:
@@ -213,11 +209,7 @@ def test_a_lock_that_stays_is_said(
     ("lock", "words"), [("lists/lock", ["update"]), ("dpkg/lock-frontend", ["--yes", "upgrade"])]
 )
 def test_a_lock_that_nobody_can_open_is_not_waited_for(
-    scratch: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lock: str,
-    words: list[str],
+    scratch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, words: list[str]
 ) -> None:
     """The lock is a folder here, which even root cannot open for writing; waiting does not help."""
     (tmp_path / lock).mkdir()
