@@ -61,7 +61,6 @@ def listening(folder: Path, name: str) -> Iterator[tuple[int, Path]]:
     argv = [sys.executable, "-m", f"tests.standin.{name}", str(certificate), str(key)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
-            assert process.stdout is not None
             yield int(process.stdout.readline()), certificate
         finally:
             process.kill()

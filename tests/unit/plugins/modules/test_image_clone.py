@@ -145,7 +145,7 @@ def test_a_touched_image_is_read_whole_before_the_first_byte_is_written(ready) -
     with place.open("r+b") as handle:
         handle.write(b"wrong")
     outcome = clone()
-    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert outcome.failure.code == "image_digest_mismatch"
     assert outcome.failed_step == "verify_image" and not _ledger.load("slot-0").dirty
     assert not any(ready.read("nvme1n1", 0, MIB))
 
@@ -158,7 +158,7 @@ def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeyp
         handle.write(b"rotten")
     monkeypatch.setattr(_image_cache, "verified", lambda _path: index)
     outcome = clone()
-    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert outcome.failure.code == "image_digest_mismatch"
     assert ready.read("nvme1n1", 0, 6) == bytes(6)
     assert _ledger.load("slot-0").dirty and _image_clone.finished("slot-0") is None
 
@@ -187,7 +187,7 @@ def test_a_file_that_was_replaced_after_the_plan_reaches_no_disk(ready, verified
         "progress_path": "",
     }
     outcome = _change.drive(late, params, check_mode=False)
-    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert outcome.failure.code == "image_digest_mismatch"
     assert not any(ready.read("nvme1n1", 0, MIB)) and not _ledger.load("slot-0").dirty
 
 
@@ -247,7 +247,6 @@ def test_a_filesystem_that_somebody_made_on_the_clean_disk_is_not_written_over(r
     }
     racing = _change.Subject(image_clone.observe, image_clone.plan, overtaken, image_clone.facts)
     outcome = _change.drive(racing, params, check_mode=False)
-    assert outcome.failure is not None
     assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "clone_image")
     assert codes(clone()) == ["unexpected_filesystem"]
     assert ready.read("nvme1n1", 0, 4) == b"XFSB" and not _ledger.load("slot-0").dirty

@@ -46,7 +46,6 @@ def wipe(
 
 def code(*, fence: int = 3, **slot: Any) -> str:
     outcome = wipe(fence=fence, **slot)
-    assert outcome.failure is not None
     return outcome.failure.code
 
 
@@ -155,7 +154,7 @@ def test_a_bad_sector_keeps_no_dirty_disk_from_the_erase_that_cures_it(bench, ba
     bench.write("nvme1n1", 20 * MIB, b"tenant")
     bad_sectors.add(0)
     refused = wipe()
-    assert refused.failure is not None and refused.failure.code == "device_unreadable"
+    assert refused.failure.code == "device_unreadable"
     assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
     _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
     outcome = _change.drive(
@@ -192,7 +191,6 @@ def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> N
     bench.write("nvme1n1", 512, b"EFI PART")
     for check_mode in (True, False):
         refused = wipe(raw=True, check_mode=check_mode)
-        assert refused.failure is not None
         assert (refused.failure.code, refused.changed) == ("unexpected_filesystem", False)
         assert refused.failure.found == "gpt on nvme1n1"
     assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
@@ -210,7 +208,7 @@ def test_the_mark_of_a_dead_disk_gives_no_right_to_the_content_of_the_next(bench
     bench.write("nvme1n1", 512, b"EFI PART")
     _ledger.mark_dirty("slot-0", fence=3, disk_identity="eui.dead")
     refused = wipe(raw=True)
-    assert refused.failure is not None and refused.failure.code == "unexpected_filesystem"
+    assert refused.failure.code == "unexpected_filesystem"
     (step,) = wipe(check_mode=True).plan.steps
     bench.write("nvme1n1", MIB + 512, b"more than was planned")
     params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"]}
@@ -462,7 +460,7 @@ def test_a_wipe_that_fails_leaves_the_disk_dirty(bench) -> None:
     bench.write("nvme1n1", 3 * MIB, b"data")
     params = {"slots": [slot(0)], "renew": False}
     outcome = _change.drive(SUBJECT, params | {"methods": ["user_data_erase"]}, check_mode=False)
-    assert outcome.failure is not None and outcome.failure.code == "wipe_not_verified"
+    assert outcome.failure.code == "wipe_not_verified"
     assert _ledger.load("slot-0").dirty and namespace.formats
     assert outcome.facts["proofs"] == {}
 
@@ -503,7 +501,6 @@ def test_what_was_made_of_the_disk_between_plan_and_act_is_kept_unless_it_is_a_t
     if dirty:
         assert outcome.failure is None and bench.read("nvme1n1", 0, 4) == bytes(4)
         return
-    assert outcome.failure is not None
     assert (outcome.failure.code, outcome.done) == ("changed_since_plan", [])
     assert outcome.failure.found == "xfs on nvme1n1"
     assert bench.read("nvme1n1", 0, 4) == b"XFSB"

@@ -261,7 +261,6 @@ def test_a_mount_that_comes_over_it_after_the_plan_stays_too(share, calls: list[
         module.observe, module.plan, overtaken, module.facts, recover=module.recover
     )
     outcome = take(approved, subject=racing)
-    assert outcome.failure is not None
     assert (outcome.failure.code, calls) == ("mount_covered", [])
 
 
@@ -305,7 +304,6 @@ def test_what_cannot_be_put_back_is_said(
     monkeypatch.setattr(_command, "run", failing)
     monkeypatch.setattr(_block, "exclusive", held)
     outcome = take(approved)
-    assert outcome.failure is not None
     assert outcome.failure.found.endswith("left undone: /share (exit 32: no)")
 
 
@@ -319,7 +317,7 @@ def test_a_disk_whose_bytes_are_gone_is_not_mounted_again(
 
     monkeypatch.setattr(module._nvme_wipe, "erase", unproven)
     outcome = take(approved)
-    assert outcome.failure is not None and outcome.failure.found == "bytes left"
+    assert outcome.failure.found == "bytes left"
     assert not [call for call in calls if call.startswith("mount ")]
     assert "gpuaas-slice-storage-disabled" in _host.path("/etc/fstab").read_text()
 
@@ -351,7 +349,7 @@ def test_a_real_share_is_mounted_again_when_the_disk_turns_out_to_be_another(
             recover=module.recover,
         )
         outcome = drive(racing, devices=[loop.name], apply=True, expected=expected)
-        assert outcome.failure is not None and outcome.failure.code == "identity_mismatch"
+        assert outcome.failure.code == "identity_mismatch"
         assert (point / "file").read_text() == "kept"
         mounts = [mount for mount in _usage.mounts() if mount.point == str(point)]
         assert ["noatime" in mount.options for mount in mounts] == [True]

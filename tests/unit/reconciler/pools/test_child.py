@@ -152,7 +152,6 @@ def test_a_call_that_costs_the_gpu_costs_no_other_call(queue: Queue, tmp_path: P
     assert (len(ended), runner._process) == (1, None), "recorded before the next process has loaded"
     for _ in range(3):
         ended += runner.outcomes(30, 1)
-    assert runner._process is not None
     assert runner._process.poll() is None, "not ended by a call that fails otherwise"
     runner.stop()
     codes = [outcome.error["code"] for _, outcome in ended if outcome.error]
@@ -208,7 +207,6 @@ def test_a_process_that_ended_between_jobs_costs_none(
 ) -> None:
     queue.submit(calls(1, tmp_path / "ran"))
     runner.start()
-    assert runner._process is not None
     runner._process.kill()
     os.waitid(os.P_PID, runner._process.pid, os.WEXITED | os.WNOWAIT)
     runner.send(queue.claim(1))

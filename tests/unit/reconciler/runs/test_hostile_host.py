@@ -344,7 +344,7 @@ def test_a_slow_endless_answer_ends_with_the_deadline(pair: Pair) -> None:
     while (state := collect.observe(run_dir)).phase is Phase.ALIVE:
         limits |= {_data_limit(pid) for pid in lock.processes(run_dir)}
         time.sleep(0.1)
-    assert state.outcome is not None and state.outcome.status == "timeout"
+    assert state.outcome.status == "timeout"
     assert limits - {""} == {str(320 * 1024 * 1024)}, "each process of a run has a limit"
 
 

@@ -243,7 +243,7 @@ def test_a_leader_whose_loops_hang_gives_up_and_comes_back(
         until(lambda: roles() == {LOOPS: 1})
         with reading(engine) as conn:
             row = leader.read(conn, LOOPS)
-        assert row is not None and row["holder"] == second[1].id
+        assert row["holder"] == second[1].id
         go_on.set()
         until(first[0].turning)
         second[0].stop()

@@ -83,5 +83,4 @@ def test_it_is_read_with_grubs_environment(tree: Any) -> None:
     (folder / "grub.cfg").write_text(DEBIAN.replace("DEFAULT", "${saved_entry}"))
     (folder / "grubenv").write_text("# GRUB Environment Block\nsaved_entry=1>1\n" + "#" * 900)
     boot = _grub_menu.next_boot()
-    assert boot is not None
     assert boot.title == "Debian, with Linux 6.1.0-1-amd64"

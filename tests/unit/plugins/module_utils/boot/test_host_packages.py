@@ -70,7 +70,7 @@ def test_a_package_that_apt_did_not_bring_is_no_success(script: Any) -> None:
     script.on(*APT, LOCK, "update")
     script.on(*install("ovmf"))
     outcome = drive("ovmf")
-    assert outcome.failure is not None and outcome.failure.code == "verify_failed"
+    assert outcome.failure.code == "verify_failed"
 
 
 def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
@@ -230,9 +230,9 @@ def test_what_is_wrong_for_good_is_not_tried_again(script: Any) -> None:
 @pytest.mark.parametrize("name", ["--allow-unauthenticated", "a b", "x=1", "", "UP", "a\nb"])
 def test_a_name_that_apt_would_read_as_more_is_refused(script: Any, name: str) -> None:
     outcome = drive(name)
-    assert outcome.failure is not None and outcome.failure.code == "package_invalid"
+    assert outcome.failure.code == "package_invalid"
     outcome = drive("ovmf", optional=(name,))
-    assert outcome.failure is not None and outcome.failure.code == "package_invalid"
+    assert outcome.failure.code == "package_invalid"
     assert script.calls == []
 
 

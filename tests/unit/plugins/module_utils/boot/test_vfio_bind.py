@@ -190,7 +190,7 @@ def test_a_device_that_does_not_come_back_fails_the_verification(pci: Any) -> No
     pci.add(GPU, group=7)
     pci.stubborn.add(GPU)
     outcome = drive(GPU)
-    assert outcome.failure is not None and outcome.failure.code == "verify_failed"
+    assert outcome.failure.code == "verify_failed"
 
 
 def test_boot_binds_what_was_recorded(pci: Any, capsys: pytest.CaptureFixture[str]) -> None:
