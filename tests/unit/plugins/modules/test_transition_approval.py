@@ -29,7 +29,9 @@ IDENTITY = {"serial": "LABNVME0", "eui": EUI}
 SHARE = "/dev/nvme1n1p1 /share ext4 defaults,nofail 0 2"
 
 
-def drive(subject: _change.Subject = module.SUBJECT, **other: Any) -> _change.Outcome:
+def drive(
+    subject: _change.Subject = module.SUBJECT, *, check_mode: bool = False, **other: Any
+) -> _change.Outcome:
     params = {
         "devices": [BY_ID],
         "apply": False,
@@ -37,7 +39,7 @@ def drive(subject: _change.Subject = module.SUBJECT, **other: Any) -> _change.Ou
         "methods": ["zero_fill"],
         "manifest_directory": "/var/log/gpuaas",
     } | other
-    return _change.drive(subject, params, check_mode=False)
+    return _change.drive(subject, params, check_mode=check_mode)
 
 
 def take(approved: dict[str, Any], **other: Any) -> _change.Outcome:
