@@ -47,15 +47,12 @@ def host(bench):
     return bench
 
 
-def lease(state: str = "held", *, fence: int = 1, check_mode: bool = False, **more: Any) -> Any:
-    params: dict[str, Any] = {
-        "allocation_id": ALLOCATION,
-        "fence": fence,
-        "disks": [DISK],
-        "boot_id": BOOT,
-        "written_off": [],
-    }
-    return _change.drive(SUBJECT, {**params, "state": state, **more}, check_mode=check_mode)
+def lease(
+    state: str = "held", subject: Any = SUBJECT, *, check_mode: bool = False, **more: Any
+) -> _change.Outcome:
+    params = {"allocation_id": ALLOCATION, "fence": 1, "disks": [DISK], "boot_id": BOOT}
+    params |= {"written_off": [], "state": state}
+    return _change.drive(subject, params | more, check_mode=check_mode)
 
 
 def code(state: str = "held", **more: Any) -> str:
@@ -255,8 +252,7 @@ def test_a_slot_leased_between_look_and_lease_is_refused_by_the_ledger(host) -> 
     racing = _change.Subject(
         lambda params: (looked(params), _lease_slot())[0], module.plan, module.apply, module.facts
     )
-    params = {"allocation_id": ALLOCATION, "fence": 1, "disks": [DISK], "boot_id": BOOT}
-    outcome = _change.drive(racing, {**params, "state": "held"}, check_mode=False)
+    outcome = lease(subject=racing)
     assert (outcome.failure.code, outcome.failed_step) == ("slot_leased", "hold")
     assert _ledger.load("machine").allocation_id == ""
 

@@ -35,7 +35,9 @@ SLOT = {
 }
 
 
-def clone(*, fence: int = 1, check_mode: bool = False, **other: Any) -> _change.Outcome:
+def clone(
+    subject: _change.Subject = SUBJECT, *, fence: int = 1, check_mode: bool = False, **other: Any
+) -> _change.Outcome:
     params = {
         "image_path": _image_cache.path_of(DIGEST),
         "digest": DIGEST,
@@ -44,7 +46,7 @@ def clone(*, fence: int = 1, check_mode: bool = False, **other: Any) -> _change.
         "allocation_id": "alloc",
         "progress_path": "/run/gpuaas/clone.json",
     } | other
-    return _change.drive(SUBJECT, params, check_mode=check_mode)
+    return _change.drive(subject, params, check_mode=check_mode)
 
 
 def codes(outcome: _change.Outcome) -> list[str]:
@@ -177,15 +179,7 @@ def test_a_file_that_was_replaced_after_the_plan_reaches_no_disk(ready, verified
         return planned
 
     late = _change.Subject(image_clone.observe, plan, image_clone.apply, image_clone.facts)
-    params = {
-        "image_path": path,
-        "digest": DIGEST,
-        "size_bytes": len(CONTENT),
-        "slot": SLOT,
-        "allocation_id": "alloc",
-        "progress_path": "",
-    }
-    outcome = _change.drive(late, params, check_mode=False)
+    outcome = clone(late)
     assert outcome.failure.code == "image_digest_mismatch"
     assert not any(ready.read("nvme1n1", 0, MIB)) and not _ledger.load("slot-0").dirty
 
@@ -235,16 +229,8 @@ def test_a_filesystem_that_somebody_made_on_the_clean_disk_is_not_written_over(r
         ready.write("nvme1n1", 0, b"XFSB")
         return image_clone.apply(params, step)
 
-    params = {
-        "image_path": _image_cache.path_of(DIGEST),
-        "digest": DIGEST,
-        "size_bytes": len(CONTENT),
-        "slot": SLOT,
-        "allocation_id": "alloc",
-        "progress_path": "",
-    }
     racing = _change.Subject(image_clone.observe, image_clone.plan, overtaken, image_clone.facts)
-    outcome = _change.drive(racing, params, check_mode=False)
+    outcome = clone(racing)
     assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "clone_image")
     assert codes(clone()) == ["unexpected_filesystem"]
     assert ready.read("nvme1n1", 0, 4) == b"XFSB" and not _ledger.load("slot-0").dirty
