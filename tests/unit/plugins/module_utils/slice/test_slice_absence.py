@@ -130,7 +130,7 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
         (_qos, "rows", "qos"),
         (_firewall, "forwarded", "ingress"),
         (_dnsmasq, "connections", "connections"),
-        (_slots, "disk", "disk_holders"),
+        (_block, "judged", "disk_holders"),
         (_slots, "passthrough", "vfio_bound"),
     ],
 )

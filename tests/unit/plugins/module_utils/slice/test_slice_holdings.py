@@ -151,7 +151,7 @@ def test_what_speaks_against_a_device_is_said_and_a_slice_is_no_obstacle(
         (_flows, "guards", "guards"),
         (_qos, "rows", "limits"),
         (_firewall, "forwarded", "ingress"),
-        (_slots, "disk", "devices"),
+        (_block, "judged", "devices"),
         (_ledger, "entries", "leases"),
         (_dnsmasq, "reservations", "reservations"),
     ],
