@@ -120,15 +120,11 @@ class NewAllocation(Body):
     )
 
     @model_validator(mode="after")
-    def _counts_gpus(self) -> Self:
-        if (self.capacity_shape is CapacityShape.GPU_SLICE) is not (self.gpu_count is not None):
+    def _fits_its_shape(self) -> Self:
+        is_slice = self.capacity_shape is CapacityShape.GPU_SLICE
+        if is_slice is not (self.gpu_count is not None):
             raise ValueError("gpu_count goes with capacity_shape gpu_slice, and only with it")
-        return self
-
-    @model_validator(mode="after")
-    def _names_one_image(self) -> Self:
-        names = bool(self.image_id) + (self.image is not None)
-        if names != (1 if self.capacity_shape is CapacityShape.GPU_SLICE else 0):
+        if bool(self.image_id) + (self.image is not None) != is_slice:
             raise ValueError("a slice needs either image_id or image, a whole machine takes none")
         if self.username == "root":
             raise ValueError("username cannot be root")

@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -182,14 +182,9 @@ def _tables(conn: Connection) -> Iterator[Metric]:
         drift.overdue_nodes(conn),
     )
     yield from _drift(conn)
-    refused = GaugeMetricFamily(
-        "gpuaas_refused_packets",
-        "Packets of active slices that their guards refused, by kind.",
-        labels=["kind"],
-    )
-    for kind, packets in slice_telemetry.refused_by_kind(conn).items():
-        refused.add_metric([kind], packets)
-    yield refused
+    text = "Packets of active slices that their guards refused, by kind."
+    refused = slice_telemetry.refused_by_kind(conn)
+    yield _labelled("gpuaas_refused_packets", text, "kind", refused)
     yield from _inventory(conn, sync.READINGS)
     yield from _inventory(conn, maas_sync.READINGS)
     unsent = outbox.c.published_at.is_(None)
@@ -201,19 +196,13 @@ def _tables(conn: Connection) -> Iterator[Metric]:
 
 
 def _drift(conn: Connection) -> Iterator[Metric]:
-    differences = GaugeMetricFamily(
-        "gpuaas_drift_differences",
-        "Differences in the latest drift check of each slice host.",
-        labels=["severity"],
-    )
     severities: Counter[str] = Counter(degraded=0, failed=0)
     repairs = 0
     for result in drift.latest_results(conn):
         severities.update(row["severity"] for row in result.get("differences", ()))
         repairs += sum(row["times"] for row in result.get("repairs", ()))
-    for severity, count in sorted(severities.items()):
-        differences.add_metric([severity], count)
-    yield differences
+    text = "Differences in the latest drift check of each slice host."
+    yield _labelled("gpuaas_drift_differences", text, "severity", severities)
     yield _gauge(
         "gpuaas_drift_repairs",
         "Repairs of slice hosts by their own upkeep since their boot, as of the latest check.",
@@ -225,12 +214,8 @@ def _inventory(conn: Connection, readings: Readings) -> Iterator[Metric]:
     name, title, last = readings.name, readings.title, readings.latest(conn)
     if last is None:
         return
-    differences = GaugeMetricFamily(
-        f"gpuaas_{name}_differences", f"Differences from {title}, by code.", labels=["code"]
-    )
-    for code, count in sorted(last["counts"].items()):
-        differences.add_metric([code], count)
-    yield differences
+    text = f"Differences from {title}, by code."
+    yield _labelled(f"gpuaas_{name}_differences", text, "code", last["counts"])
     text = f"Whether the last comparison with {title} came to its end."
     yield _gauge(f"gpuaas_{name}_complete", text, int(last["complete"]))
     text = f"Time since the last comparison with {title}."
@@ -240,15 +225,10 @@ def _inventory(conn: Connection, readings: Readings) -> Iterator[Metric]:
 def _certificates(conn: Connection) -> Iterator[Metric]:
     until = certificates.of_living(conn).values()
     now = clock.read(conn)
-    family = GaugeMetricFamily(
-        "gpuaas_host_certificates",
-        "Hosts by the validity of their certificate.",
-        labels=["validity"],
-    )
     expired = sum(end <= now for end in until)
-    family.add_metric(["valid"], len(until) - expired)
-    family.add_metric(["expired"], expired)
-    yield family
+    numbers = {"valid": len(until) - expired, "expired": expired}
+    text = "Hosts by the validity of their certificate."
+    yield _labelled("gpuaas_host_certificates", text, "validity", numbers)
     first = GaugeMetricFamily(
         "gpuaas_host_certificate_seconds",
         "Time until the first host certificate expires; negative after its expiry.",
@@ -260,13 +240,10 @@ def _certificates(conn: Connection) -> Iterator[Metric]:
 
 
 def _service(conn: Connection) -> Iterator[Metric]:
-    living = GaugeMetricFamily(
-        "gpuaas_service_processes", "Living processes of the service by role.", labels=["role"]
-    )
-    counts = leader.live_roles(conn)
-    for role in ("api", "worker", "loops"):
-        living.add_metric([role], counts.get(role, 0))
-    yield living
+    living = leader.live_roles(conn)
+    counts = {role: living.get(role, 0) for role in ("api", "worker", "loops")}
+    text = "Living processes of the service by role."
+    yield _labelled("gpuaas_service_processes", text, "role", counts)
     leads = leader.read(conn, leader.LOOPS)
     yield _gauge(
         "gpuaas_leader", "1 while a leader's term is valid.", int(bool(leads and leads["live"]))
@@ -308,13 +285,10 @@ def _jobs(conn: Connection, redis_url: str) -> Iterator[Metric]:
     counts = control.counters(conn)
     for name, text in _TOTALS.items():
         yield CounterMetricFamily(f"{prefix}_{name}", text, value=counts[name])
-    mode = GaugeMetricFamily(
-        f"{prefix}_mode", "1 for the mode of the site: normal, drain or drained.", labels=["mode"]
-    )
     current = control.read(conn)
-    for each in Mode:
-        mode.add_metric([each], int(each == current.mode))
-    yield mode
+    text = "1 for the mode of the site: normal, drain or drained."
+    modes = {mode: int(mode == current.mode) for mode in Mode}
+    yield _labelled(f"{prefix}_mode", text, "mode", modes)
     text = "Time since the mode of the site changed."
     yield _gauge(f"{prefix}_mode_seconds", text, clock.read(conn) - current.since)
     leads = leader.read(conn, leader.LOOPS)
@@ -325,7 +299,6 @@ def _jobs(conn: Connection, redis_url: str) -> Iterator[Metric]:
 
 def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
     """Living pools with their memory. Of a pool with GPUs it is that of its GPUs."""
-    states = GaugeMetricFamily(f"{prefix}_worker_pools", "Pools by state.", labels=["state"])
     size = GaugeMetricFamily(
         f"{prefix}_worker_pool_memory_bytes", "Memory of all workers of a pool.", labels=["pool"]
     )
@@ -335,9 +308,9 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
         labels=["pool", "gpu"],
     )
     live = pools.every(conn, live=True)
-    for state in LIVE_POOLS:
-        states.add_metric([state], sum(pool.state == state for pool in live))
-    states.add_metric([PoolState.FAILED], pools.failed(conn, _FAILED_S))
+    states = {state: sum(pool.state == state for pool in live) for state in LIVE_POOLS}
+    states[PoolState.FAILED] = pools.failed(conn, _FAILED_S)
+    yield _labelled(f"{prefix}_worker_pools", "Pools by state.", "state", states)
     living = workers.living(conn, [pool.id for pool in live])
     present = pools.devices(conn)
     gpus = pools.gpus(live, present)
@@ -352,7 +325,7 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
         if not pool.devices:
             part = 100 * max(used, default=0) / (pool.memory_mib << 20)
             share.add_metric([pool.name, ""], part)
-    yield from (states, size, share)
+    yield from (size, share)
     text = "Devices of the hosts that report themselves, and those that pools have."
     yield _gauge(f"{prefix}_devices", text, len(present.keys() | leased))
     yield _gauge(f"{prefix}_leases", "Devices that pools have.", len(leased))
@@ -396,6 +369,13 @@ def _counted(
     query = sa.select(*columns, sa.func.count()).group_by(*columns).order_by(*columns)
     for *labels, count in conn.execute(query if where is None else query.where(where)):
         family.add_metric([str(label) for label in labels], count)
+    return family
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
     return family
 
 

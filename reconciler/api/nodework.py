@@ -482,15 +482,16 @@ def latest_drift(node_id: Id, context: Admin) -> LatestDrift:
 
     def read(conn: Connection) -> LatestDrift:
         nodes.get(conn, node_id)
-        kind, done = TaskKind.SLICE_DRIFT_RECONCILE, TaskState.SUCCEEDED
-        tasks = queue.every(conn, node_id=node_id, kind=kind, state=done, limit=1)
-        return LatestDrift.of({"task": tasks[0] if tasks else None})
+        kind, state = TaskKind.SLICE_DRIFT_RECONCILE, TaskState.SUCCEEDED
+        return LatestDrift.of({"task": _latest_task(conn, node_id, kind, state)})
 
     return context.read(read)
 
 
-def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> schema.Task | None:
-    tasks = queue.every(conn, node_id=node_id, kind=kind, limit=1)
+def _latest_task(
+    conn: Connection, node_id: str, kind: TaskKind, state: TaskState | None = None
+) -> schema.Task | None:
+    tasks = queue.every(conn, node_id=node_id, kind=kind, state=state, limit=1)
     return tasks[0] if tasks else None
 
 

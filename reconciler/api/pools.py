@@ -33,6 +33,10 @@ from reconciler.model.act import Act
 from reconciler.model.pools import APART, PoolState, passed_percent
 from reconciler.pools import pools, remote, workers
 
+Live = Annotated[
+    bool | None, Query(description="true: without those that have ended; false: only those.")
+]
+
 router = APIRouter(tags=["pools"])
 project_router = APIRouter(prefix="/projects/{project_id}/pools", tags=["pools"])
 
@@ -294,9 +298,7 @@ def list_pools(
     paging: Paging,
     state: Annotated[PoolState | None, Query()] = None,
     *,
-    live: Annotated[
-        bool | None, Query(description="true: without those that have ended; false: only those.")
-    ] = None,
+    live: Live = None,
 ) -> PageOf[Pool]:
     """Pools, the newest first, ended ones included."""
     read = partial(pools.every, state=state, live=live)
@@ -309,9 +311,7 @@ def list_of_project(
     context: Member,
     paging: Paging,
     *,
-    live: Annotated[
-        bool | None, Query(description="true: without those that have ended; false: only those.")
-    ] = None,
+    live: Live = None,
 ) -> PageOf[ProjectPool]:
     """Pools that run the jobs of this project alone, the newest first. A launch may name one with
     the target allocation.

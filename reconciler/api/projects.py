@@ -15,7 +15,6 @@ from reconciler.api.models import Answer, Id, Integer, Moment, Name, Reasoned
 from reconciler.api.security import Admin, Holder, Member
 from reconciler.lifecycle import quota as quotas
 from reconciler.model.act import Act
-from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 from reconciler.pools import jobs
 from reconciler.records import projects
@@ -165,18 +164,11 @@ def _named(body: Limits) -> dict[str, int | None]:
 @router.post("/admin/projects", status_code=201, response_model=Project)
 def create(body: NewProject, context: Admin) -> JSONResponse:
     """Add a project."""
-
-    def work(conn: Connection, act: Act) -> Project:
-        if body.id in {row.id for row in projects.every(conn)}:
-            raise Problem(
-                "project_exists",
-                expected="a new id",
-                found=f"{body.id!r}, which a project has",
-                remedy="use that project or another id",
-            )
-        return Project.of(projects.create(conn, body.name, act, id=body.id))
-
-    return context.write(work, body=body, status=201)
+    return context.write(
+        lambda conn, act: Project.of(projects.create(conn, body.name, act, id=body.id)),
+        body=body,
+        status=201,
+    )
 
 
 @router.get("/admin/projects")

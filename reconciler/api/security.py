@@ -307,14 +307,12 @@ async def admin(
     return Context(request, who)
 
 
-async def member(
-    project_id: Id,
-    request: Request,
-    who: Annotated[
-        Caller,
-        Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
-    ],
-) -> Context:
+_MemberOrAdmin = Annotated[
+    Caller, Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value])
+]
+
+
+async def member(project_id: Id, request: Request, who: _MemberOrAdmin) -> Context:
     """The context of a request about a project, by a member of it or by an admin.
 
     To a member, the projects of others do not exist.
@@ -329,13 +327,7 @@ async def member(
     return Context(request, who)
 
 
-async def holder(
-    request: Request,
-    who: Annotated[
-        Caller,
-        Security(caller, scopes=[Role.PROJECT_MEMBER.value, Role.PLATFORM_ADMIN.value]),
-    ],
-) -> Context:
+async def holder(request: Request, who: _MemberOrAdmin) -> Context:
     """The context of a request by a caller that has projects: a member or an admin."""
     if who.role == Role.NODE:
         raise _wrong_role(who, Role.PROJECT_MEMBER, Role.PLATFORM_ADMIN)

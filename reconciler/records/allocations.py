@@ -14,6 +14,8 @@ from reconciler.records import queue
 from reconciler.records.claims import of_allocation
 
 ORDER = Order(allocations, ("created_at", "id"), descending=True)
+# Launches that say how long the next takes.
+_NEWEST = 20
 
 
 def get(conn: sa.Connection, id: str) -> Allocation:
@@ -27,7 +29,7 @@ def get(conn: sa.Connection, id: str) -> Allocation:
     )
 
 
-def launch_times(conn: sa.Connection, like: Allocation, most: int = 20) -> list[float]:
+def launch_times(conn: sa.Connection, like: Allocation) -> list[float]:
     """Seconds from request to activity of the site's newest machines of the same shape and size,
     the shortest first.
     """
@@ -38,7 +40,7 @@ def launch_times(conn: sa.Connection, like: Allocation, most: int = 20) -> list[
         columns.capacity_shape == like.capacity_shape,
         columns.gpu_count == like.gpu_count,
     )
-    newest = query.order_by(columns.activated_at.desc()).limit(most)
+    newest = query.order_by(columns.activated_at.desc()).limit(_NEWEST)
     return sorted(map(float, conn.execute(newest).scalars()))
 
 

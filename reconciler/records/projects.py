@@ -16,14 +16,15 @@ ORDER = Order(projects, ("name",))
 
 
 def create(conn: sa.Connection, name: str, act: Act, *, id: str | None = None) -> Project:
-    """Add a project with a unique name."""
-    if rows.first(conn, sa.select(projects).where(projects.c.name == name), Project):
-        raise Problem(
-            "project_exists",
-            expected="a new name",
-            found=f"{name!r}, which a project has",
-            remedy="use that project or another name",
-        )
+    """Add a project with a new id and a new name."""
+    for field, value in (("id", id), ("name", name)):
+        if rows.first(conn, sa.select(projects.c.id).where(projects.c[field] == value)):
+            raise Problem(
+                "project_exists",
+                expected=f"a new {field}",
+                found=f"{value!r}, which a project has",
+                remedy=f"use that project or another {field}",
+            )
     record = rows.add(conn, Project, {"id": id or rows.new_id(), "name": name})
     journal.audit(conn, act, "admin.project.created", "project", record.id)
     return record

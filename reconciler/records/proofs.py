@@ -114,8 +114,8 @@ def record_disk(
     *,
     policy: str,
     allocation_id: str,
-    task_id: str | None = None,
-) -> Proof:
+    task_id: str | None,
+) -> None:
     """Record the wipe proof of a disk of a whole-machine claim."""
     identity = disk_identity(disk["nvme_eui"])
     if document is None:
@@ -132,15 +132,8 @@ def record_disk(
         size_bytes=disk["nvme_size_bytes"],
         policy=policy,
     )
-    return _add(
-        conn,
-        ProofKind.WIPE,
-        node_id,
-        document,
-        identity=identity,
-        allocation_id=allocation_id,
-        task_id=task_id,
-    )
+    made_by = {"allocation_id": allocation_id, "task_id": task_id}
+    _add(conn, ProofKind.WIPE, node_id, document, identity=identity, **made_by)
 
 
 def _add(

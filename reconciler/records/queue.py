@@ -335,12 +335,10 @@ def expire(
     return _ask_to_end(conn, act, late, **last)
 
 
-def lose(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) -> Task:
+def lose(conn: sa.Connection, task: Task, act: Act, error: Mapping[str, Any]) -> None:
     """End a task that its run and lease holder did not end, if it is unchanged since the read."""
     columns = {**_FREE, "error": dict(error), "finished_at": clock.now()}
-    return advance(
-        conn, Task, task.id, "lose", act, expect_generation=task.generation, columns=columns
-    )
+    advance(conn, Task, task.id, "lose", act, expect_generation=task.generation, columns=columns)
 
 
 def forget_tenant_data(conn: sa.Connection, task: Task) -> None:
@@ -459,22 +457,17 @@ def events(conn: sa.Connection, task_id: str) -> list[TaskEvent]:
 
 def abandon(conn: sa.Connection, owner: str) -> int:
     """End all leases of this owner, so that other workers can take its tasks at once."""
-    update = (
-        sa.update(tasks)
-        .where(tasks.c.state == TaskState.RUNNING, tasks.c.lease_owner == owner)
-        .values(lease_expires_at=clock.now() - 1)
-    )
-    return conn.execute(update).rowcount
+    return _end_leases(conn, tasks.c.lease_owner == owner)
 
 
 def let_go(conn: sa.Connection, task: Task) -> None:
     """End the lease, if it is still the same, because its holder cannot attend to the task now."""
-    held = sa.update(tasks).where(
-        tasks.c.id == task.id,
-        tasks.c.state == TaskState.RUNNING,
-        tasks.c.lease_token == task.lease_token,
-    )
-    conn.execute(held.values(lease_expires_at=clock.now() - 1))
+    _end_leases(conn, tasks.c.id == task.id, tasks.c.lease_token == task.lease_token)
+
+
+def _end_leases(conn: sa.Connection, *which: sa.ColumnElement[bool]) -> int:
+    held = sa.update(tasks).where(tasks.c.state == TaskState.RUNNING, *which)
+    return conn.execute(held.values(lease_expires_at=clock.now() - 1)).rowcount
 
 
 def holders(conn: sa.Connection, runner: str) -> list[str]:

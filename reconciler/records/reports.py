@@ -73,21 +73,13 @@ def record_absence(
     *,
     task_id: str | None = None,
     observed_at: float | None = None,
-) -> Absence:
+) -> None:
     """Record a report of the traces of an allocation on its host."""
-    allocation = rows.get(conn, Allocation, allocation_id)
-    node_id = str(allocation.node_id)
-    row = rows.add(
-        conn,
-        Absence,
-        {
-            **report_values(node_id, absence, task_id, observed_at),
-            "allocation_id": allocation_id,
-            "absent": absence.get("absent") is True,
-        },
-    )
-    emit_report(conn, "allocation.absence", node_id, {"absent": row.absent}, act)
-    return row
+    node_id = str(rows.get(conn, Allocation, allocation_id).node_id)
+    absent = absence.get("absent") is True
+    values = report_values(node_id, absence, task_id, observed_at)
+    rows.add(conn, Absence, {**values, "allocation_id": allocation_id, "absent": absent})
+    emit_report(conn, "allocation.absence", node_id, {"absent": absent}, act)
 
 
 def latest_absence(conn: sa.Connection, allocation_id: str) -> Absence | None:

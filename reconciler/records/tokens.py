@@ -389,9 +389,9 @@ def record_certificate(
     certificate: str,
     principals: Sequence[str],
     valid_until: float,
-) -> NodeCertificate:
+) -> None:
     """Record a host certificate that the SSH CA has signed."""
-    record = rows.add(
+    rows.add(
         conn,
         NodeCertificate,
         {
@@ -404,10 +404,8 @@ def record_certificate(
             "valid_until": valid_until,
         },
     )
-    journal.audit(
-        conn, act, "node.certificate.enrolled", "node", node_id, detail={"serial": serial}
-    )
-    return record
+    detail = {"serial": serial}
+    journal.audit(conn, act, "node.certificate.enrolled", "node", node_id, detail=detail)
 
 
 def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
@@ -428,8 +426,8 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
             )
 
 
-def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act: Act) -> list[str]:
-    """Revoke the node's certificates of any other host key; returns their serials.
+def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act: Act) -> None:
+    """Revoke the node's certificates of any other host key.
 
     public_key: the host key that stays, or "" for none.
     """
@@ -448,7 +446,6 @@ def replace_certificates(conn: sa.Connection, node_id: str, public_key: str, act
     if serials:
         detail = {"serials": serials}
         journal.audit(conn, act, "node.certificate.revoked", "node", node_id, detail=detail)
-    return serials
 
 
 def known_host_key(conn: sa.Connection, node_id: str, public_key: str) -> bool:

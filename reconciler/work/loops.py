@@ -44,7 +44,6 @@ from reconciler.pools import control, counts, hints, jobs, leases, pools, remote
 from reconciler.records import queue, ssh_sessions
 from reconciler.runs import collect
 from reconciler.runs.paths import runner_id, runs_directory
-from reconciler.runs.spec import RunError
 from reconciler.settings import Settings
 
 log = logging.getLogger("gpuaas.loops")
@@ -59,8 +58,7 @@ _POOLS_LOG = logging.getLogger("gpuaas.pools")
 _JOBS_LOG = logging.getLogger("gpuaas.jobs")
 _RETENTION_LOG = logging.getLogger("gpuaas.retention")
 _DRIFT_ACT = Act("reconciler", "periodic comparison")
-_INGRESS_ACT = Act("reconciler", "periodic follow-up")
-_APPS_ACT = Act("reconciler", "periodic follow-up")
+_FOLLOW_UP_ACT = Act("reconciler", "periodic follow-up")
 _APP_STEPS: dict[str, FollowUp] = {
     "members whose allocation has ended left": app_operations.LET_GO,
     "operations whose task had ended were closed": app_operations.CLOSE,
@@ -80,7 +78,7 @@ _AT_ONCE = 200
 
 
 @contextmanager
-def _isolated(log: logging.Logger, message: str, *arguments: str) -> Iterator[None]:
+def isolated(log: logging.Logger, message: str, *arguments: str) -> Iterator[None]:
     """Log the failure of a record, which must not block the others. A lost term ends the loop."""
     try:
         yield
@@ -103,7 +101,7 @@ def end_overdue(engine: Engine, settings: Settings) -> None:
         late = [item for item in journal.overdue(conn) if item.event]
     for item in late:
         act = Act("reconciler", f"still {item.state} past its deadline")
-        with _isolated(_OVERDUE_LOG, "overdue %s %s is left as it is", item.entity, item.id):
+        with isolated(_OVERDUE_LOG, "overdue %s %s is left as it is", item.entity, item.id):
             try:
                 if item.entity == "task" and item.event == "lose":
                     _end_task(engine, settings, item, act)
@@ -173,7 +171,7 @@ def renew_certificates(engine: Engine, settings: Settings) -> None:
     renew = partial(host.queue_renewal, settings=settings, act=act)
     message = "certificate of node %s is not renewed; it is tried again"
     for node_id in node_ids:
-        with _isolated(_CERTIFICATES_LOG, message, node_id):
+        with isolated(_CERTIFICATES_LOG, message, node_id):
             retrying(engine, partial(renew, node_id=node_id))
 
 
@@ -181,14 +179,14 @@ def tend_apps(engine: Engine, _settings: Settings) -> None:
     """Loop for applications: follow up ended allocations, ended tasks and due keys."""
 
     def follow(conn: Connection, step: FollowUp, id: str) -> int:
-        return step(conn, _APPS_ACT, step.id == id)
+        return step(conn, _FOLLOW_UP_ACT, step.id == id)
 
     for message, step in _APP_STEPS.items():
         with reading(engine) as conn:
             ids = step.due(conn)
         count = 0
         for id in ids:
-            with _isolated(_APPS_LOG, "apps: %s of %s is left as it is", id, step.id.table.name):
+            with isolated(_APPS_LOG, "apps: %s of %s is left as it is", id, step.id.table.name):
                 count += retrying(engine, partial(follow, step=step, id=id))
         if count:
             _APPS_LOG.info("apps: %d %s", count, message)
@@ -199,8 +197,8 @@ def tend_ingress(engine: Engine, _settings: Settings) -> None:
     with reading(engine) as conn:
         rule_ids = ingress.due(conn)
     for rule_id in rule_ids:
-        with _isolated(_INGRESS_LOG, "ingress rule %s is left as it is", rule_id):
-            follow = partial(ingress.follow_up, rule_id=rule_id, act=_INGRESS_ACT)
+        with isolated(_INGRESS_LOG, "ingress rule %s is left as it is", rule_id):
+            follow = partial(ingress.follow_up, rule_id=rule_id, act=_FOLLOW_UP_ACT)
             retrying(engine, follow)
             _INGRESS_LOG.info("ingress rule %s is removed", rule_id)
 
@@ -223,7 +221,7 @@ def recover_blocked(engine: Engine, _settings: Settings) -> None:
         if candidate.move == Move.WAIT or not (enabled or candidate.by_tenant):
             continue
         key = candidate.allocation_id
-        with _isolated(_RECOVERY_LOG, "recovery of allocation %s is left as it is", key):
+        with isolated(_RECOVERY_LOG, "recovery of allocation %s is left as it is", key):
             done = retrying(engine, partial(recovery_cases.open_by_policy, allocation_id=key))
             if done is not None:
                 message = "recovery policy, allocation %s: %s, %s"
@@ -235,7 +233,7 @@ def play_recovery_cases(engine: Engine, _settings: Settings) -> None:
     with reading(engine) as conn:
         case_ids = recovery_cases.due(conn)
     for case_id in case_ids:
-        with _isolated(_RECOVERY_LOG, "recovery case %s is left as it is", case_id):
+        with isolated(_RECOVERY_LOG, "recovery case %s is left as it is", case_id):
             case = retrying(engine, partial(recovery_cases.play, case_id=case_id))
             if case is not None:
                 _RECOVERY_LOG.info(
@@ -320,7 +318,11 @@ def tidy(engine: Engine, settings: Settings, stopping: threading.Event) -> list[
         for folder in some:
             if stopping.is_set():
                 return gone
-            if folder.name[:_TASK_ID] in done and _discarded(folder):
+            if folder.name[:_TASK_ID] not in done:
+                continue
+            # The run of a task that was given up may go on, for example in AWX.
+            with isolated(_RETENTION_LOG, "the files of run %s are kept", folder.name):
+                collect.discard(folder)
                 gone.append(folder.name)
     if gone:
         _RETENTION_LOG.info("deleted the files of %d runs", len(gone))
@@ -335,16 +337,6 @@ def tidy_on(engine: Engine, settings: Settings, stopping: threading.Event) -> No
         except Exception:
             _RETENTION_LOG.exception("deleting old runs failed; trying again")
         stopping.wait(EVERY_S)
-
-
-def _discarded(folder: Path) -> bool:
-    try:
-        collect.discard(folder)
-    except RunError as alive:
-        # The task was given up, but its run still goes on, for example in AWX.
-        _RETENTION_LOG.warning("run %s is kept: %s", folder.name, alive)
-        return False
-    return True
 
 
 def tend_leases(engine: Engine, settings: Settings) -> None:

@@ -42,11 +42,11 @@ _LEAST_S = 60.0
 # Error code of an outcome that only the schema refuses. Such an outcome frees nothing.
 REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
-# Errors of a result that fits no record: the run contract allows it, code or database does not.
-_MISFITS = (
-    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError),
-    *(exc.DataError, exc.ProgrammingError),
-)
+# Errors of a document that lacks what the code reads: a hardware profile, or a host's result.
+# Without a failure then, the task would be leased for ever.
+MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+# Of a result also those of the database.
+_MISFITS = (*MISFITS, exc.DataError, exc.ProgrammingError)
 _UNKNOWN_EFFECT = "the effect on the host is unknown: verify the host before anything is freed"
 _NO_EFFECT = "repair what is named, then ask again; nothing was done on the host"
 _NOT_STARTED = "run_not_started"
@@ -174,10 +174,7 @@ def _succeed(
         return Failure("record the outcome", problem.to_dict(), evidence, known=True)
     except exc.IntegrityError as refusal:
         return Failure("record the outcome", _record_error(refusal), evidence, known=False)
-    except contract.ContractError as broken:
-        return Failure("record the outcome", broken.to_dict(), {}, known=False)
     except _MISFITS as unreadable:
-        # Without a failure here, the task would be leased and settled for ever.
         return Failure("record the outcome", _record_error(unreadable), {}, known=False)
     return None
 

@@ -49,8 +49,8 @@ from reconciler.trust.keygen import TrustError
 from reconciler.work import maas
 from reconciler.work.handler import Handler, canceled, open_work
 from reconciler.work.kinds import HANDLERS
-from reconciler.work.loops import tidy_on
-from reconciler.work.settle import settle
+from reconciler.work.loops import isolated, tidy_on
+from reconciler.work.settle import MISFITS, settle
 from reconciler.work.telemetry import Telemetry
 from reconciler.work.watch import Watch
 
@@ -166,7 +166,8 @@ class Worker:
         with reading(self._engine) as conn:
             unwanted = queue.canceled_runs(conn, self._runner)
         for task in unwanted:
-            collect.cancel(Path(task.run_directory))
+            with isolated(log, "the run of task %s is not canceled", task.id):
+                collect.cancel(Path(task.run_directory))
 
     def _lease(self) -> None:
         with self._lock:
@@ -273,7 +274,7 @@ def _begin(
         # That may have taken most of a lease, and the launch needs one of its own.
         _require_wanted(retrying(engine, partial(_beat, settings=settings, task=task)))
         launch(_site(engine, settings, spec.deadline_s), spec)
-    except (Problem, RunError, *_CONTROLLER_ERRORS) as error:
+    except (Problem, RunError, *_CONTROLLER_ERRORS, *MISFITS) as error:
         # A launcher can fail after its child began. The run then reports its own outcome.
         if collect.observe(directory).phase in NOT_BEGUN:
             _settle_without_run(engine, settings, task, error)
@@ -371,6 +372,14 @@ def _settle_without_run(engine: Engine, settings: Settings, task: Task, error: E
     """A controller error delays the task, because neither task nor host caused it and the task goes
     on after the repair. Any other error ends it.
     """
+    if isinstance(error, MISFITS):
+        log.error("no variables for the run of task %s", task.id, exc_info=error)
+        error = RunError(
+            "variables_invalid",
+            expected="records and a hardware profile with all that the run needs",
+            found=f"{type(error).__name__}: {error}"[:300],
+            remedy="complete the hardware profile of the node (`gpuaas doctor`), then ask again",
+        )
     if isinstance(error, _CONTROLLER_ERRORS):
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, TrustError):

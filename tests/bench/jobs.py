@@ -438,10 +438,7 @@ SELECT {id}, 'p' || (n % {projects}), 'm', '{{}}', 5,
   'pending', 0, 3, 0, 60, '', '', '{{}}', 2, 'bench', '', 1.0 + n, 1.0 + n FROM counted
 """
 _ID = "00000000-0000-8000-8000-"
-_IDS = {
-    "sqlite": f"printf('{_ID}%012d', n)",
-    "postgresql": f"'{_ID}' || lpad(n::text, 12, '0')",
-}
+_IDS = {"sqlite": f"printf('{_ID}%012d', n)", "postgresql": f"'{_ID}' || lpad(n::text, 12, '0')"}
 
 
 if __name__ == "__main__":

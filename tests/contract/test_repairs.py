@@ -16,9 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPAIRS = ROOT / "roles" / "slice_parity" / "tasks" / "repair"
 SOURCES = ("bootstrap", "bind_topology")
 # A repair binds the missing devices; only bind_topology gives devices back to the host.
-OWN = {
-    "vfio_binding": {"vfio_binding_exclusive", "vfio_binding_state", "vfio_binding_addresses"},
-}
+OWN = {"vfio_binding": {"vfio_binding_exclusive", "vfio_binding_state", "vfio_binding_addresses"}}
 
 
 def includes(node: Any) -> Iterator[dict[str, Any]]:

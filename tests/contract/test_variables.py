@@ -16,173 +16,17 @@ from reconciler.runs.contract import ContractError
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = sorted((ROOT / "profiles").glob("*.yml"))
-ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
-AUTHORITY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKlD7mHAmvLJF1Eb8RvzpO3kcJHk1bkNQMeIKMxZk0V3"
-DIGEST = "sha256:" + "a" * 64
-EUI = "5e0000000000a000"
 # Playbooks that select fabric cards by the profile's ids, or check them.
 CHOOSING = ("bind_topology", "bootstrap", "discover", "firmware", "parity")
-DEVICE = f"/dev/disk/by-id/nvme-eui.{EUI}"
+OWN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("variables.yml").read_text())
+(SLOT,) = OWN["bind_topology"]["slice_slots"]
+DEVICE = SLOT["nvme_device"]
 
 
 def profile(path: Path = PROFILES[0]) -> dict[str, Any]:
     document = yaml.safe_load(path.read_text())
     assert isinstance(document, dict)
     return document
-
-
-def bundle(**change: Any) -> dict[str, Any]:
-    return {
-        "slot_id": "slot-1",
-        "slot_index": 0,
-        "gpu_pci_address": "0000:43:00.0",
-        "nvme_device": DEVICE,
-        "nvme_serial": "LABNVME0",
-        "nvme_eui": EUI,
-        "nvme_size_bytes": 4294967296,
-        "management_mac": "52:54:00:64:00:0a",
-        "private_ip": "10.100.0.10",
-        "fabric_vf_pci_address": "0000:45:10.0",
-        "numa_node": 0,
-        **change,
-    }
-
-
-IMAGE = {
-    "name": "H200-ubuntu-24.04-gpuaas-slice",
-    "version": "1",
-    "digest": DIGEST,
-    "size_bytes": 1258291200,
-    "url": "http://10.0.2.2:8000/guest.raw.zst",
-    "url_digest": DIGEST,
-    "compression": "zstd",
-}
-VM = {"vcpus": 1, "memory_mib": 768, "firmware": "bios", "hugepages": False, "qemu_arguments": []}
-RELEASE = {"slice_allocation": {"id": ALLOCATION}, "slice_slots": [bundle(fence=7)]}
-TENANT_DISKS = [
-    {
-        "slot_id": f"disk-{EUI}",
-        "nvme_device": DEVICE,
-        "nvme_serial": "LABNVME0",
-        "nvme_eui": EUI,
-        "nvme_size_bytes": 4294967296,
-    }
-]
-OWN: dict[str, dict[str, Any]] = {
-    "firmware": {"slice_apply": True, "slice_allow_reboot": True},
-    "bootstrap": {"slice_allow_reboot": True},
-    "prepare_runtime": {},
-    "restore_baremetal": {
-        "slice_allow_reboot": True,
-        "slice_written_off": [
-            {
-                "slot_id": "slot-1",
-                "fence": 9,
-                "allocation_id": ALLOCATION,
-                "reason": "no disk and no gpu any more",
-            }
-        ],
-    },
-    "discover": {},
-    "transition_storage": {
-        "slice_devices": [DEVICE],
-        "slice_apply": True,
-        "slice_expected": {
-            DEVICE: {
-                "serial": "LABNVME0",
-                "eui": EUI,
-                "mounts": ["/share 0"],
-                "filesystems": ["gpt", "ext4"],
-                "signatures": ["ext4@1049656#0f", "gpt@512"],
-            }
-        },
-    },
-    "bind_topology": {"slice_slots": [bundle()]},
-    "parity": {"slice_slots": [bundle(numa_node=-1)], "slice_intent": "slice"},
-    "cache_image": {"slice_image": IMAGE},
-    "provision_slice": {
-        "slice_allocation": {
-            "id": ALLOCATION,
-            "username": "alice",
-            "ssh_keys": ["ssh-ed25519 AAAA alice"],
-            "hostname": "slice-1",
-        },
-        "slice_slots": [bundle(fence=7)],
-        "slice_image": IMAGE,
-        "slice_vm": VM,
-        "slice_fabric": {"isolation": "vlan", "link": "ethernet", "vlan": 3001},
-        "slice_seed": {"user_data": {"users": []}, "meta_data": {}, "network_config": {}},
-        "slice_gateway_authority": AUTHORITY,
-        "slice_ready_deadline": 900,
-        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
-    },
-    "release_slice": RELEASE | {"slice_shutdown_deadline": 90},
-    "power_slice": RELEASE
-    | {
-        "slice_vm": VM,
-        "slice_fabric": {"isolation": "vlan", "link": "ethernet", "vlan": 3001},
-        "slice_power": "restart",
-        "slice_power_fence": 3,
-        "slice_shutdown_deadline": 90,
-        "slice_ready_deadline": 900,
-        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
-    },
-    "reboot_node": {
-        "slice_guests": [
-            {"allocation_id": ALLOCATION, "slots": [{"slot_id": "slot-1", "fence": 7}]}
-        ],
-        "slice_shutdown_deadline": 90,
-        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
-    },
-    "verify_absent": RELEASE,
-    "reconcile_drift": {
-        "slice_slots": [bundle(numa_node=-1)],
-        "slice_gateway_authority": AUTHORITY,
-    },
-    "renew_certificate": {"slice_certificate": "ssh-ed25519-cert-v01@openssh.com AAAAIHNzaA=="},
-    "provision_baremetal": {
-        "slice_allocation": {
-            "id": ALLOCATION,
-            "username": "alice",
-            "ssh_keys": ["ssh-ed25519 AAAA alice"],
-        },
-        "slice_fence": 3,
-        "slice_disks": TENANT_DISKS,
-        "boot_id": "fe5676c1-fa13-48aa-a541-526b58dcb3ec",
-    },
-    "release_baremetal": {
-        "slice_allocation": {"id": ALLOCATION, "username": "alice"},
-        "slice_fence": 4,
-        "slice_disks": TENANT_DISKS,
-        "slice_baseline": {"accounts": {"root": "0f343b0931126a20"}},
-    },
-    "apply_ingress": {
-        "slice_allocation": {"id": ALLOCATION},
-        "slice_slots": [bundle(fence=7)],
-        "slice_ingress": {
-            "rule": {
-                "id": "7c9e6679-7425-40de-944b-e07fc1f90ae7",
-                "protocol": "tcp",
-                "public_address": "192.0.2.10",
-                "public_port": 443,
-                "guest_port": 8443,
-                "sources": ["198.51.100.0/24"],
-                "expires_at": 1767225600,
-            },
-            "state": "present",
-        },
-    },
-    "managed_key": {
-        "slice_allocation": {"id": ALLOCATION, "username": "alice"},
-        "slice_fence": 3,
-        "slice_managed_key": {
-            "instance_id": "7c9e6679-7425-40de-944b-e07fc1f90ae7",
-            "public_key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5",
-            "expires_at": 1767225600,
-            "state": "present",
-        },
-    },
-}
 
 
 def variables(playbook: str) -> dict[str, Any]:
@@ -365,7 +209,7 @@ def test_a_limit_of_the_interface_is_the_profiles_and_the_machines() -> None:
 def test_slots_of_a_claim_need_their_fence() -> None:
     for playbook in ("provision_slice", "power_slice", "release_slice"):
         with pytest.raises(ContractError, match="fence"):
-            contract.check_vars(playbook, variables(playbook) | {"slice_slots": [bundle()]})
+            contract.check_vars(playbook, variables(playbook) | {"slice_slots": [SLOT]})
 
 
 @pytest.mark.covers("HOST-9")

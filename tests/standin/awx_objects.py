@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.standin.service import ROOT
+from tests.standin.bmc import ROOT
 
 Record = dict[str, Any]
 Answer = tuple[int, Any]

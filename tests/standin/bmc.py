@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).with_name("redfish.py")
+ROOT = Path(__file__).resolve().parents[2]
 # Canary: no output, log or file of a test may contain it.
 PASSWORD = "canary-3f9c1b-do-not-print"
 
@@ -43,30 +43,40 @@ class Bmc:
         return int(self.record()["requests"].count(request))
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        context = ssl.create_default_context(cafile=self.ca_file)
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", self.port, context=context, timeout=60
-        )
-        try:
-            connection.request(method, path, json.dumps(body or {}))
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
+        return ask(self.port, self.ca_file, method, path, body or {})
 
 
 @contextmanager
 def standing(folder: Path) -> Iterator[Bmc]:
     """A BMC that listens until the end of the block."""
-    certificate, key = authority(folder, "bmc", "IP:127.0.0.1")
-    argv = [sys.executable, str(PROGRAM), str(certificate), str(key)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+    with listening(folder, "redfish") as (port, certificate):
+        der = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+        yield Bmc(port, str(certificate), hashlib.sha256(der).hexdigest())
+
+
+@contextmanager
+def listening(folder: Path, name: str) -> Iterator[tuple[int, Path]]:
+    """Port and certificate of the stand-in `tests.standin.<name>`, which ends with the block."""
+    certificate, key = authority(folder, name, "IP:127.0.0.1")
+    argv = [sys.executable, "-m", f"tests.standin.{name}", str(certificate), str(key)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
-            assert process.stdout is not None
-            der = ssl.PEM_cert_to_DER_cert(certificate.read_text())
-            port = int(process.stdout.readline())
-            yield Bmc(port, str(certificate), hashlib.sha256(der).hexdigest())
+            yield int(process.stdout.readline()), certificate
         finally:
             process.kill()
+
+
+def ask(
+    port: int, ca_file: Path | str, method: str, path: str, body: dict[str, Any], **headers: str
+) -> Any:
+    """Make a request to a stand-in; an empty answer is an empty document."""
+    context = ssl.create_default_context(cafile=str(ca_file))
+    connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
+    try:
+        connection.request(method, path, json.dumps(body), headers)
+        return json.loads(connection.getresponse().read() or "{}")
+    finally:
+        connection.close()
 
 
 def authority(folder: Path, name: str, subject: str) -> tuple[Path, Path]:

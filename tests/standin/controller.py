@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from reconciler.runs.awx.client import AwxAccess
-from tests.standin.bmc import authority
+from tests.standin.bmc import ask, listening
 
-ROOT = Path(__file__).resolve().parents[2]
 # Canary: no output, log or file of a test may contain it.
 TOKEN = "canary-9be2d1-do-not-print"
 
@@ -76,27 +70,12 @@ class Controller:
         self._ask("POST", path, {"extra_vars": variables, "limit": "x", "timeout": 9})
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        context = ssl.create_default_context(cafile=str(self.ca_file))
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", self.port, context=context, timeout=60
-        )
-        try:
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            connection.request(method, path, json.dumps(body or {}), headers)
-            return json.loads(connection.getresponse().read() or "{}")
-        finally:
-            connection.close()
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return ask(self.port, self.ca_file, method, path, body or {}, **headers)
 
 
 @contextmanager
 def standing(folder: Path) -> Iterator[Controller]:
     """An AWX that listens until the end of the block."""
-    certificate, key = authority(folder, "awx", "IP:127.0.0.1")
-    argv = [sys.executable, "-m", "tests.standin.awx", str(certificate), str(key)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline())
-            yield Controller(port, certificate, folder / "token")
-        finally:
-            process.kill()
+    with listening(folder, "awx") as (port, certificate):
+        yield Controller(port, certificate, folder / "token")

@@ -23,7 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.standin.service import ROOT, serve
+from tests.standin.bmc import ROOT
+from tests.standin.service import serve
 
 TABLE = json.loads((ROOT / "tests/data/maas/operations-9e51f33.json").read_text())
 # Canary: no record or log of a test may contain it.

@@ -23,7 +23,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from jsonschema import Draft202012Validator
 
-from tests.standin.service import ROOT, Dripping, serve
+from tests.standin.bmc import ROOT
+from tests.standin.service import Dripping, serve
 
 API = json.loads((ROOT / "tests/data/netbox/openapi-4.6.json").read_text())
 DEVICES, MACHINES = "/api/dcim/devices/", "/api/virtualization/virtual-machines/"

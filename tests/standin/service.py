@@ -5,11 +5,8 @@ Requests below /standin/ are the test's: POST resets it with faults, GET answers
 
 from __future__ import annotations
 
-import http.client
 import io
-import json
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,9 +16,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.standin.bmc import authority
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.standin.bmc import ask, listening
 
 
 @dataclass(frozen=True)
@@ -53,16 +48,8 @@ class Manager:
         return self._ask("GET", {})
 
     def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        context = ssl.create_default_context(cafile=str(self.ca_file))
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", self.port, context=context, timeout=60
-        )
-        try:
-            connection.request(method, "/standin/", json.dumps(body))
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
-            return answer
-        finally:
-            connection.close()
+        answer: dict[str, Any] = ask(self.port, self.ca_file, method, "/standin/", body)
+        return answer
 
 
 class Dripping(io.BufferedIOBase):
@@ -82,15 +69,8 @@ class Dripping(io.BufferedIOBase):
 @contextmanager
 def standing(folder: Path, name: str, token: str) -> Iterator[Manager]:
     """The stand-in `tests.standin.<name>`, which listens until the end of the block."""
-    certificate, key = authority(folder, name, "IP:127.0.0.1")
-    argv = [sys.executable, "-m", f"tests.standin.{name}", str(certificate), str(key)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline())
-            yield Manager(name, token, port, certificate, folder / "token")
-        finally:
-            process.kill()
+    with listening(folder, name) as (port, certificate):
+        yield Manager(name, token, port, certificate, folder / "token")
 
 
 def serve(server: ThreadingHTTPServer) -> None:

@@ -271,13 +271,17 @@ def provision_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     return evidence
 
 
-def release_variables(work: Work) -> dict[str, Any]:
-    allocation_id = work.allocation_id
+def claimed(work: Work) -> dict[str, Any]:
+    """The allocation of the task, and what it has claimed."""
     return {
-        "slice_allocation": {"id": allocation_id},
-        "slice_slots": claims.bundles(work.conn, allocation_id),
-        "slice_shutdown_deadline": work.profile["deadlines"]["shutdown"],
+        "slice_allocation": {"id": work.allocation_id},
+        "slice_slots": claims.bundles(work.conn, work.allocation_id),
     }
+
+
+def release_variables(work: Work) -> dict[str, Any]:
+    limit = work.profile["deadlines"]["shutdown"]
+    return {**claimed(work), "slice_shutdown_deadline": limit}
 
 
 def release_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -315,18 +319,10 @@ def wipe_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
                 found=f"none of {', '.join(missing)}",
                 remedy="read the task's output; repair the slots again",
             )
-        measured = work.allocation_id or ""
-        absence = evidence["absence"]
-        slices.cleanup_succeeded(work.conn, measured, act, proofs=proofs, absence=absence)
+        slices.cleanup_succeeded(
+            work.conn, work.allocation_id, act, proofs=proofs, absence=evidence["absence"]
+        )
     return evidence
-
-
-def absence_variables(work: Work) -> dict[str, Any]:
-    allocation_id = work.allocation_id
-    return {
-        "slice_allocation": {"id": allocation_id},
-        "slice_slots": claims.bundles(work.conn, allocation_id),
-    }
 
 
 def absence_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
@@ -420,11 +416,8 @@ def power_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
 
 def ingress_variables(work: Work) -> dict[str, Any]:
     rule = rows.get(work.conn, IngressRule, work.parameters["rule_id"])
-    return {
-        "slice_allocation": {"id": work.allocation_id},
-        "slice_slots": claims.bundles(work.conn, work.allocation_id),
-        "slice_ingress": {"rule": ingress.on_host(rule), "state": work.parameters["state"]},
-    }
+    applied = {"rule": ingress.on_host(rule), "state": work.parameters["state"]}
+    return {**claimed(work), "slice_ingress": applied}
 
 
 def ingress_begin(work: Work) -> None:
@@ -471,7 +464,7 @@ HANDLERS: dict[str, Handler] = {
         wiped="slice_slots",
         arrange=partitions.leave,
     ),
-    TaskKind.SLICE_ABSENCE_VERIFY: Handler("verify_absent", absence_variables, absence_succeeded),
+    TaskKind.SLICE_ABSENCE_VERIFY: Handler("verify_absent", claimed, absence_succeeded),
     # A failed comparison changes nothing: the content of the host is as unknown as before (I13).
     TaskKind.SLICE_DRIFT_RECONCILE: Handler(
         "reconcile_drift", drift_variables, drift_succeeded, arrange=partitions.look

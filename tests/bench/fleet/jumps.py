@@ -101,7 +101,6 @@ def run(line: list[str], size: int = 0) -> tuple[float, float]:
     """Seconds of a command that prints so many bytes, and MiB/s behind the first of them."""
     began = time.perf_counter()
     with subprocess.Popen(line, stdout=subprocess.PIPE) as client:
-        assert client.stdout is not None
         first = len(client.stdout.read(1))
         started, received = time.perf_counter(), first
         while part := client.stdout.read(MIB):

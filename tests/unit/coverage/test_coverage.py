@@ -69,9 +69,7 @@ def run(folder: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "workers",
-    [(), ("-p", "xdist", "-n", "2")],
-    ids=["one process", "two workers"],
+    "workers", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "two workers"]
 )
 def test_a_page_has_the_last_result_of_every_test(tmp_path: Path, workers: tuple[str, ...]) -> None:
     assert run(tmp_path, *workers, "-m", "not later") == 1

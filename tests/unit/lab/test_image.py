@@ -36,10 +36,7 @@ def test_partitions_follow_each_other_and_leave_room_for_the_backup_table(
     assert len(partitions) == count
     assert all(left[1] < right[0] for left, right in itertools.pairwise(partitions))
     assert partitions[-1][1] < 1152 * image.MIB - 33 * 512
-    assert partitions[-1] == (
-        image.ROOT_START,
-        image.ROOT_START + layout.root_kib * 1024 - 1,
-    )
+    assert partitions[-1] == (image.ROOT_START, image.ROOT_START + layout.root_kib * 1024 - 1)
 
 
 def test_the_overlay_belongs_to_root_and_keeps_secrets(tmp_path: Path) -> None:
@@ -52,11 +49,7 @@ def test_the_overlay_belongs_to_root_and_keeps_secrets(tmp_path: Path) -> None:
     content = image.overlay_tar([tmp_path], frozenset({"etc/secret"}))
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         modes = {entry.name: (entry.mode, entry.uid) for entry in tar}
-    assert modes == {
-        "./etc/open": (0o644, 0),
-        "./etc/secret": (0o600, 0),
-        "./tool": (0o755, 0),
-    }
+    assert modes == {"./etc/open": (0o644, 0), "./etc/secret": (0o600, 0), "./tool": (0o755, 0)}
 
 
 def test_tar_reads_a_root_filesystem_to_its_end(tmp_path: Path) -> None:

@@ -96,7 +96,6 @@ def test_a_later_session_goes_on_with_the_same_reconciler(
         names = [row["name"] for row in later.api().get("/admin/projects")["items"]]
         assert names == ["demo"]
         assert later.api().get(later.path())["port"] == HOST.ssh_port
-        assert later.member is not None
         assert later.member.get(f"/projects/{project}/allocations")["items"] == []
     finally:
         later.close()

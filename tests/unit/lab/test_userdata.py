@@ -40,9 +40,7 @@ def channel(tmp_path: Path) -> Iterator[Callable[[Reply], Path]]:
             thread.join(60)
 
 
-def test_the_answer_is_the_exit_code_and_the_output(
-    channel: Callable[[Reply], Path],
-) -> None:
+def test_the_answer_is_the_exit_code_and_the_output(channel: Callable[[Reply], Path]) -> None:
     def reply(delivery: dict[str, str]) -> bytes:
         body = {"id": delivery["id"], "exit": 3, "output": delivery["script"]}
         return json.dumps(body).encode() + b"\n"
@@ -51,9 +49,7 @@ def test_the_answer_is_the_exit_code_and_the_output(
     assert answer == userdata.Answer(3, "#!/bin/sh\nexit 3\n")
 
 
-def test_the_rest_of_another_answer_is_skipped(
-    channel: Callable[[Reply], Path],
-) -> None:
+def test_the_rest_of_another_answer_is_skipped(channel: Callable[[Reply], Path]) -> None:
     def reply(delivery: dict[str, str]) -> bytes:
         latest = json.dumps({"id": delivery["id"], "exit": 0, "output": "mine"}).encode()
         other = json.dumps({"id": "another", "exit": 1, "output": "not mine"}).encode()

@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from reconciler.runs import contract
-from tests.deployed_machine import NEEDS_ROOT, ROOT
+from tests.contract import test_variables
+from tests.deployed_machine import NEEDS_ROOT
 from tests.unit.playbooks.played import play_states, result
 
 pytestmark = [pytest.mark.covers("APP-4"), NEEDS_ROOT]
 
-ALLOCATION = "0f8fad5b-d9cb-469f-a165-70867728950e"
-INSTANCE = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
-KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
-ENDS = 1_767_225_600
+MANAGED = test_variables.OWN["managed_key"]["slice_managed_key"]
+KEY, ENDS = MANAGED["public_key"], MANAGED["expires_at"]
+
 STORY = """
 key() {
   ansible-playbook -i localhost, -c local playbooks/managed_key.yml -e "@$1" \
@@ -47,20 +45,8 @@ echo ---; cat $keys
 
 def variables(state: str) -> dict[str, Any]:
     """As the reconciler gives them."""
-    run = {"id": "r", "task_id": "t", "kind": "k", "node_id": "n", "correlation_id": "c"}
-    given = {
-        "slice_run": run,
-        "slice_profile": yaml.safe_load((ROOT / "profiles" / "lab.yml").read_text()),
-        "slice_allocation": {"id": ALLOCATION, "username": "alice"},
-        "slice_fence": 3,
-        "slice_managed_key": {
-            "instance_id": INSTANCE,
-            "public_key": KEY,
-            "expires_at": ENDS,
-            "state": state,
-        },
-    }
-    contract.check_vars("managed_key", given)
+    given = test_variables.variables("managed_key")
+    given["slice_managed_key"]["state"] = state
     return given
 
 
@@ -70,7 +56,7 @@ def test_the_key_comes_stays_and_goes(tmp_path: Path) -> None:
     mine, managed, owner = there.splitlines()
     assert (mine, owner) == ("ssh-rsa AAAA alice", "59000 59000 644")
     assert managed.startswith("restrict,expiry-time=") and KEY in managed
-    assert managed.endswith(f" gpuaas-managed:{INSTANCE}")
+    assert managed.endswith(f" gpuaas-managed:{MANAGED['instance_id']}")
     assert result(again)["ok"] and "changed=0" in again
     refused = result(trap)
     assert (refused["ok"], refused["error"]["code"]) == (False, "home_unsafe")

@@ -273,8 +273,7 @@ def test_no_python_is_said_in_a_line(tmp_path: Path, utils: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    ["import yaml", "from ansible.module_utils.basic import AnsibleModule", "X = '''text'''"],
+    "row", ["import yaml", "from ansible.module_utils.basic import AnsibleModule", "X = '''text'''"]
 )
 def test_what_cannot_stand_alone_is_refused(utils: Path, row: str) -> None:
     util(utils, "_one", row, "def main(words, environment): return 0")

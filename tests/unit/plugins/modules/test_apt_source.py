@@ -89,7 +89,6 @@ def drive(params: dict[str, Any], *, check: bool = False) -> _change.Outcome:
 
 
 def code(outcome: _change.Outcome) -> str:
-    assert outcome.failure is not None
     return outcome.failure.code
 
 

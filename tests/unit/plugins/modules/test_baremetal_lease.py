@@ -46,15 +46,12 @@ def host(bench):
     return bench
 
 
-def lease(state: str = "held", *, fence: int = 1, check_mode: bool = False, **more: Any) -> Any:
-    params: dict[str, Any] = {
-        "allocation_id": ALLOCATION,
-        "fence": fence,
-        "disks": [DISK],
-        "boot_id": BOOT,
-        "written_off": [],
-    }
-    return _change.drive(SUBJECT, {**params, "state": state, **more}, check_mode=check_mode)
+def lease(
+    state: str = "held", subject: Any = SUBJECT, *, check_mode: bool = False, **more: Any
+) -> _change.Outcome:
+    params = {"allocation_id": ALLOCATION, "fence": 1, "disks": [DISK], "boot_id": BOOT}
+    params |= {"written_off": [], "state": state}
+    return _change.drive(subject, params | more, check_mode=check_mode)
 
 
 def code(state: str = "held", **more: Any) -> str:
@@ -214,7 +211,6 @@ def test_a_disk_with_a_partition_is_not_the_tenants(host) -> None:
     host.partition("nvme1n1", 1 << 20, 20 << 20, minor=2)
     host.write("nvme1n1", 1 << 20, b"XFSB")
     outcome = lease()
-    assert outcome.failure is not None
     assert outcome.failure.code == "unexpected_filesystem"
     assert outcome.failure.found == "partition nvme1n1p1, xfs on nvme1n1p1"
 
@@ -228,7 +224,7 @@ def test_what_was_made_since_the_lease_is_neither_wiped_nor_given_away(host, whe
     host.write("nvme1n1", 0, b"XFSB")
     assert code("given") == "unexpected_filesystem"
     refused = wipe(1, raw=True)
-    assert refused.failure is not None and refused.failure.code == "unexpected_filesystem"
+    assert refused.failure.code == "unexpected_filesystem"
     assert host.read("nvme1n1", 0, 4) == b"XFSB"
     # Nothing was done, so the machine can be given back.
     assert lease("released").failure is None
@@ -255,9 +251,7 @@ def test_a_slot_leased_between_look_and_lease_is_refused_by_the_ledger(host) -> 
     racing = _change.Subject(
         lambda params: (looked(params), _lease_slot())[0], module.plan, module.apply, module.facts
     )
-    params = {"allocation_id": ALLOCATION, "fence": 1, "disks": [DISK], "boot_id": BOOT}
-    outcome = _change.drive(racing, {**params, "state": "held"}, check_mode=False)
-    assert outcome.failure is not None
+    outcome = lease(subject=racing)
     assert (outcome.failure.code, outcome.failed_step) == ("slot_leased", "hold")
     assert _ledger.load("machine").allocation_id == ""
 

@@ -121,7 +121,6 @@ def drive(state: str, *, fence: int = 1, check_mode: bool = False, **more: Any) 
 
 def code(state: str, **more: Any) -> str:
     outcome = drive(state, **more)
-    assert outcome.failure is not None
     return outcome.failure.code
 
 

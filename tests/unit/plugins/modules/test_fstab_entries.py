@@ -35,7 +35,7 @@ def devices(tree: Path, *names: str) -> None:
 def test_a_wiped_file_system_would_stop_the_next_boot(tree: Path) -> None:
     devices(tree, "nvme1n1p1")
     outcome = drive()
-    assert outcome.failure is not None and outcome.failure.code == "fstab_device_missing"
+    assert outcome.failure.code == "fstab_device_missing"
     assert "LABEL=share1" in outcome.failure.found
     assert outcome.facts["disabled"] == LINES
 

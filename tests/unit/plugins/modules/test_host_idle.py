@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _host,
-    _ledger,
-    _object_names,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.modules import host_idle as module
 

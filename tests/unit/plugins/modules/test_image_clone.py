@@ -38,7 +38,9 @@ SLOT = {
 }
 
 
-def clone(*, fence: int = 1, check_mode: bool = False, **other: Any) -> _change.Outcome:
+def clone(
+    subject: _change.Subject = SUBJECT, *, fence: int = 1, check_mode: bool = False, **other: Any
+) -> _change.Outcome:
     params = {
         "image_path": _image_cache.path_of(DIGEST),
         "digest": DIGEST,
@@ -47,7 +49,7 @@ def clone(*, fence: int = 1, check_mode: bool = False, **other: Any) -> _change.
         "allocation_id": "alloc",
         "progress_path": "/run/gpuaas/clone.json",
     } | other
-    return _change.drive(SUBJECT, params, check_mode=check_mode)
+    return _change.drive(subject, params, check_mode=check_mode)
 
 
 def codes(outcome: _change.Outcome) -> list[str]:
@@ -109,9 +111,8 @@ def test_check_mode_writes_nothing(ready) -> None:
 def test_a_disk_is_not_written_to_by_its_place_alone(
     ready, left_out: dict[str, str], code: str
 ) -> None:
-    with pytest.raises(image_clone.Refusal) as caught:
+    with pytest.raises(image_clone.Refusal, match=code):
         clone(slot={**SLOT, **left_out})
-    assert caught.value.code == code
     assert not any(ready.read("nvme1n1", 0, MIB))
 
 
@@ -148,7 +149,7 @@ def test_a_touched_image_is_read_whole_before_the_first_byte_is_written(ready) -
     with place.open("r+b") as handle:
         handle.write(b"wrong")
     outcome = clone()
-    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert outcome.failure.code == "image_digest_mismatch"
     assert outcome.failed_step == "verify_image" and not _ledger.load("slot-0").dirty
     assert not any(ready.read("nvme1n1", 0, MIB))
 
@@ -161,7 +162,7 @@ def test_bytes_that_rot_unseen_are_caught_before_they_are_written(ready, monkeyp
         handle.write(b"rotten")
     monkeypatch.setattr(_image_cache, "verified", lambda _path: index)
     outcome = clone()
-    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    assert outcome.failure.code == "image_digest_mismatch"
     assert ready.read("nvme1n1", 0, 6) == bytes(6)
     assert _ledger.load("slot-0").dirty and _image_clone.finished("slot-0") is None
     # The next launch does not trust the file again, and fetches it.
@@ -198,16 +199,8 @@ def test_a_file_that_was_replaced_after_the_plan_reaches_no_disk(ready, verified
         return planned
 
     late = _change.Subject(image_clone.observe, plan, image_clone.apply, image_clone.facts)
-    params = {
-        "image_path": path,
-        "digest": DIGEST,
-        "size_bytes": len(CONTENT),
-        "slot": SLOT,
-        "allocation_id": "alloc",
-        "progress_path": "",
-    }
-    outcome = _change.drive(late, params, check_mode=False)
-    assert outcome.failure is not None and outcome.failure.code == "image_digest_mismatch"
+    outcome = clone(late)
+    assert outcome.failure.code == "image_digest_mismatch"
     assert not any(ready.read("nvme1n1", 0, MIB)) and not _ledger.load("slot-0").dirty
 
 
@@ -222,9 +215,8 @@ def test_an_interrupted_clone_is_done_again_by_the_same_claim_only(ready) -> Non
 @pytest.mark.covers("I10")
 def test_a_stale_fence_is_refused(ready) -> None:
     _ledger.hold("slot-0", fence=7, allocation_id="alloc", disk_identity=DISK)
-    with pytest.raises(image_clone.Refusal) as caught:
+    with pytest.raises(image_clone.Refusal, match="stale_fence"):
         clone(fence=6)
-    assert caught.value.code == "stale_fence"
 
 
 @pytest.mark.parametrize("clock", ["", "2100-01-01T00:00:00+00:00"], ids=["in order", "jumped"])
@@ -257,17 +249,8 @@ def test_a_filesystem_that_somebody_made_on_the_clean_disk_is_not_written_over(r
         ready.write("nvme1n1", 0, b"XFSB")
         return image_clone.apply(params, step)
 
-    params = {
-        "image_path": _image_cache.path_of(DIGEST),
-        "digest": DIGEST,
-        "size_bytes": len(CONTENT),
-        "slot": SLOT,
-        "allocation_id": "alloc",
-        "progress_path": "",
-    }
     racing = _change.Subject(image_clone.observe, image_clone.plan, overtaken, image_clone.facts)
-    outcome = _change.drive(racing, params, check_mode=False)
-    assert outcome.failure is not None
+    outcome = clone(racing)
     assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "clone_image")
     assert codes(clone()) == ["unexpected_filesystem"]
     assert ready.read("nvme1n1", 0, 4) == b"XFSB" and not _ledger.load("slot-0").dirty

@@ -69,7 +69,6 @@ def code(state: str = "present", **more: Any) -> str:
         failure = drive(state, **more).failure
     except _change.Refusal as refusal:
         return refusal.code
-    assert failure is not None
     return failure.code
 
 

@@ -14,42 +14,23 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, _proof
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_transition
 
-pytestmark = pytest.mark.covers("HOST-9")
-
-MIB = 1 << 20
-EUI = "5e0000000000a000"
-BY_ID = f"/dev/disk/by-id/nvme-eui.{EUI}"
-SHARE = "UUID=abc /share\\0400 ext4 defaults,nofail 0 2"
-FSTAB = f"# hosts\nUUID=root / ext4 defaults 0 1\n{SHARE}\n"
-SUBJECT = _change.Subject(
-    nvme_transition.observe,
-    nvme_transition.plan,
-    nvme_transition.apply,
-    nvme_transition.facts,
-    recover=nvme_transition.recover,
+from tests.unit.plugins.modules.test_transition_approval import (
+    BY_ID,
+    EUI,
+    IDENTITY,
+    MIB,
+    approval,
+    drive,
 )
 
+pytestmark = pytest.mark.covers("HOST-9")
 
-def drive(devices: list[str], *, check_mode: bool = False, **other: Any) -> _change.Outcome:
-    params = {
-        "devices": devices,
-        "apply": False,
-        "expected": {},
-        "methods": ["zero_fill"],
-        "manifest_directory": "/var/log/gpuaas",
-    } | other
-    return _change.drive(SUBJECT, params, check_mode=check_mode)
+SHARE = "UUID=abc /share\\0400 ext4 defaults,nofail 0 2"
+FSTAB = f"# hosts\nUUID=root / ext4 defaults 0 1\n{SHARE}\n"
 
 
 def take(**approved: Any) -> _change.Outcome:
-    expected = {BY_ID: {"serial": "LABNVME0", "eui": EUI} | approved}
-    return drive([BY_ID], apply=True, expected=expected)
-
-
-def approval(**more: Any) -> dict[str, Any]:
-    """Return the dry run's present result, as an operator would approve it."""
-    (device,) = drive([BY_ID]).facts["devices"]
-    return {**device["approval"], **more}
+    return drive(apply=True, expected={BY_ID: IDENTITY | approved})
 
 
 def codes(outcome: _change.Outcome) -> list[str]:
@@ -87,7 +68,7 @@ def shared(bench, script, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_dry_run_shows_the_steps_and_changes_nothing(shared, script) -> None:
-    outcome = drive([BY_ID])
+    outcome = drive()
     assert (outcome.failure, outcome.changed, script.calls) == (None, False, [])
     (device,) = outcome.facts["devices"]
     assert [step["name"] for step in device["steps"]] == ["unmount", "erase_disk"]
@@ -95,11 +76,11 @@ def test_a_dry_run_shows_the_steps_and_changes_nothing(shared, script) -> None:
     assert device["filesystems"] == {"nvme1n1": "gpt", "nvme1n1p1": "xfs"}
     assert (device["serial"], device["eui"], device["proof"]) == ("LABNVME0", EUI, None)
     assert outcome.facts["applied"] is False
-    assert drive(["/dev/nvme1n1"]).failure is None
+    assert drive(devices=["/dev/nvme1n1"]).failure is None
 
 
 def test_check_mode_plans_what_apply_would_do(shared, script) -> None:
-    outcome = drive([BY_ID], apply=True, expected={BY_ID: approval()}, check_mode=True)
+    outcome = drive(apply=True, expected={BY_ID: approval()}, check_mode=True)
     names = [step.name for step in outcome.plan.steps]
     assert names == ["unmount", "disable_fstab", "erase_disk", "write_manifest"]
     assert outcome.changed and script.calls == []
@@ -146,17 +127,17 @@ def test_a_lost_manifest_is_written_again(bench) -> None:
 
 def test_apply_needs_identity_and_a_stable_path(bench) -> None:
     bench.disk()
-    assert codes(drive([BY_ID], apply=True)) == ["approval_missing"]
+    assert codes(drive(apply=True)) == ["approval_missing"]
     assert codes(take(serial="OTHER")) == ["identity_mismatch"]
     assert codes(take(eui="5e000000000000ff")) == ["identity_mismatch"]
-    assert "kernel_name_not_allowed" in codes(drive(["/dev/nvme1n1"], apply=True))
-    assert codes(drive([BY_ID, "/dev/nvme1n1"])) == ["duplicate_device"]
-    assert codes(drive(["/dev/nvme7n1"])) == ["device_not_found"]
+    assert "kernel_name_not_allowed" in codes(drive(devices=["/dev/nvme1n1"], apply=True))
+    assert codes(drive(devices=[BY_ID, "/dev/nvme1n1"])) == ["duplicate_device"]
+    assert codes(drive(devices=["/dev/nvme7n1"])) == ["device_not_found"]
 
 
 def test_the_os_disk_is_refused_in_a_dry_run_too(shared) -> None:
     shared.mount("259:2", "/boot/efi", "/dev/nvme1n1p1")
-    assert codes(drive([BY_ID])) == ["os_disk"]
+    assert codes(drive()) == ["os_disk"]
 
 
 @pytest.mark.parametrize(
@@ -211,9 +192,8 @@ def test_a_disk_swapped_between_plan_and_erase_is_refused(bench) -> None:
     bench.write("nvme1n1", 3 * MIB, b"data")
     namespace.serial = "OTHER"
     params = {"expected": {BY_ID: {"serial": "LABNVME0", "eui": EUI}}, "methods": ["zero_fill"]}
-    with pytest.raises(nvme_transition.Refusal) as caught:
+    with pytest.raises(nvme_transition.Refusal, match="identity_mismatch"):
         nvme_transition.apply(params, step)
-    assert caught.value.code == "identity_mismatch"
     assert bench.read("nvme1n1", 3 * MIB, 4) == b"data"
 
 
@@ -229,15 +209,7 @@ def test_a_filesystem_made_after_the_plan_was_never_approved(bench) -> None:
     racing = _change.Subject(
         nvme_transition.observe, nvme_transition.plan, overtaken, nvme_transition.facts
     )
-    params = {
-        "devices": [BY_ID],
-        "apply": True,
-        "expected": {BY_ID: approval()},
-        "methods": ["zero_fill"],
-        "manifest_directory": "/var/log/gpuaas",
-    }
-    outcome = _change.drive(racing, params, check_mode=False)
-    assert outcome.failure is not None
+    outcome = drive(racing, apply=True, expected={BY_ID: approval()})
     assert (outcome.failure.code, outcome.failed_step) == ("changed_since_plan", "erase_disk")
     assert outcome.failure.found == "crypto_LUKS on nvme1n1"
     assert bench.read("nvme1n1", 512, 8) == b"EFI PART"

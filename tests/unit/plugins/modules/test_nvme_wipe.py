@@ -30,29 +30,19 @@ def slot(number: int) -> dict[str, Any]:
 
 
 def wipe(
-    *,
-    fence: int = 3,
-    check_mode: bool = False,
-    renew: bool = False,
-    raw: bool = False,
-    **slot: Any,
+    subject: _change.Subject = SUBJECT, *, fence: int = 3, check_mode: bool = False, **other: Any
 ) -> _change.Outcome:
-    bundle = {
-        "slot_id": "slot-0",
-        "fence": fence,
-        "nvme_device": "/dev/disk/by-id/nvme-eui.5e0000000000a000",
-        "nvme_eui": "5e0000000000a000",
-        "nvme_serial": "LABNVME0",
-    } | slot
-    methods = ["user_data_erase", "zero_fill"]
-    params = {"slots": [bundle], "methods": methods, "renew": renew, "raw": raw}
-    return _change.drive(SUBJECT, params, check_mode=check_mode)
+    params = {
+        "slots": [{**slot(0), "fence": fence}],
+        "methods": ["user_data_erase", "zero_fill"],
+        "renew": False,
+        "raw": False,
+    } | other
+    return _change.drive(subject, params, check_mode=check_mode)
 
 
-def code(*, fence: int = 3, **slot: Any) -> str:
-    outcome = wipe(fence=fence, **slot)
-    assert outcome.failure is not None
-    return outcome.failure.code
+def code(**other: Any) -> str:
+    return wipe(**other).failure.code
 
 
 @pytest.fixture
@@ -133,8 +123,7 @@ def test_a_model_that_was_excluded_after_the_disk_was_taken_can_be_released(
     bench.disk(model="Some Other Card")
     if dirty:
         _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
-    params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"], "renew": False}
-    outcome = _change.drive(SUBJECT, params | {"exclude_models": ["Other"]}, check_mode=False)
+    outcome = wipe(exclude_models=["Other"])
     assert (outcome.failure and outcome.failure.code) == (None if dirty else "excluded_model")
 
 
@@ -160,15 +149,10 @@ def test_a_bad_sector_keeps_no_dirty_disk_from_the_erase_that_cures_it(bench, ba
     bench.write("nvme1n1", 20 * MIB, b"tenant")
     bad_sectors.add(0)
     refused = wipe()
-    assert refused.failure is not None and refused.failure.code == "device_unreadable"
+    assert refused.failure.code == "device_unreadable"
     assert bench.read("nvme1n1", 20 * MIB, 6) == b"tenant"
     _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
-    outcome = _change.drive(
-        SUBJECT,
-        {"slots": [{**slot(0), "fence": 3}], "methods": ["discard", "user_data_erase"]}
-        | {"renew": False},
-        check_mode=False,
-    )
+    outcome = wipe(methods=["discard", "user_data_erase"])
     assert outcome.failure is None, outcome.failure
     (proof,) = outcome.facts["proofs"].values()
     assert proof["method"] == "user_data_erase"
@@ -197,7 +181,6 @@ def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> N
     bench.write("nvme1n1", 512, b"EFI PART")
     for check_mode in (True, False):
         refused = wipe(raw=True, check_mode=check_mode)
-        assert refused.failure is not None
         assert (refused.failure.code, refused.changed) == ("unexpected_filesystem", False)
         assert refused.failure.found == "gpt on nvme1n1"
     assert bench.read("nvme1n1", 512, 8) == b"EFI PART"
@@ -215,7 +198,7 @@ def test_the_mark_of_a_dead_disk_gives_no_right_to_the_content_of_the_next(bench
     bench.write("nvme1n1", 512, b"EFI PART")
     _ledger.mark_dirty("slot-0", fence=3, disk_identity="eui.dead")
     refused = wipe(raw=True)
-    assert refused.failure is not None and refused.failure.code == "unexpected_filesystem"
+    assert refused.failure.code == "unexpected_filesystem"
     (step,) = wipe(check_mode=True).plan.steps
     bench.write("nvme1n1", MIB + 512, b"more than was planned")
     params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"]}
@@ -253,7 +236,7 @@ def test_a_stale_fence_is_refused_even_when_the_disk_is_clean(bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "expected"),
+    ("change", "expected"),
     [
         ({"nvme_serial": "OTHER"}, "identity_mismatch"),
         ({"nvme_eui": "5e000000000000ff"}, "identity_mismatch"),
@@ -261,9 +244,9 @@ def test_a_stale_fence_is_refused_even_when_the_disk_is_clean(bench) -> None:
         ({"nvme_device": "/dev/disk/by-id/nvme-eui.00"}, "device_not_found"),
     ],
 )
-def test_another_disk_is_refused(bench, slot: dict[str, Any], expected: str) -> None:
+def test_another_disk_is_refused(bench, change: dict[str, Any], expected: str) -> None:
     bench.disk()
-    assert code(**slot) == expected
+    assert code(slots=[slot(0) | change]) == expected
 
 
 def test_a_disk_in_use_is_refused_and_kept(bench) -> None:
@@ -436,8 +419,7 @@ def test_an_array_over_two_slots_of_one_tenant_is_stopped_once(
         identity = f"eui.5e0000000000a00{number}"
         _ledger.mark_dirty(f"slot-{number}", fence=1, disk_identity=identity)
     ran = stoppable(bench, monkeypatch)
-    params = {"slots": [slot(0), slot(1)], "methods": ["zero_fill"], "renew": False}
-    outcome = _change.drive(SUBJECT, params, check_mode=False)
+    outcome = wipe(slots=[slot(0), slot(1)])
     assert outcome.failure is None, outcome.failure
     assert ran == ["mdadm --stop /dev/md0"]
     assert len(outcome.facts["proofs"]) == 2
@@ -465,9 +447,8 @@ def test_a_disk_that_another_slot_has_leased_is_refused(bench) -> None:
 def test_a_wipe_that_fails_leaves_the_disk_dirty(bench) -> None:
     namespace = bench.disk(leaves={"format"})
     bench.write("nvme1n1", 3 * MIB, b"data")
-    params = {"slots": [slot(0)], "renew": False}
-    outcome = _change.drive(SUBJECT, params | {"methods": ["user_data_erase"]}, check_mode=False)
-    assert outcome.failure is not None and outcome.failure.code == "wipe_not_verified"
+    outcome = wipe(methods=["user_data_erase"])
+    assert outcome.failure.code == "wipe_not_verified"
     assert _ledger.load("slot-0").dirty and namespace.formats
     assert outcome.facts["proofs"] == {}
 
@@ -477,8 +458,7 @@ def test_one_blocked_slot_keeps_all_of_them_from_being_wiped(bench) -> None:
     bench.disk("nvme2n1", minor=7, eui="5e0000000000a001", serial="LABNVME1")
     bench.write("nvme1n1", 3 * MIB, b"data")
     bench.hold("nvme2n1", "md0")
-    params = {"slots": [slot(0), slot(1)], "methods": ["zero_fill"], "renew": False}
-    outcome = _change.drive(SUBJECT, params, check_mode=False)
+    outcome = wipe(slots=[slot(0), slot(1)])
     assert outcome.failure is not None and not outcome.changed
     assert bench.read("nvme1n1", 3 * MIB, 4) == b"data"
 
@@ -486,7 +466,7 @@ def test_one_blocked_slot_keeps_all_of_them_from_being_wiped(bench) -> None:
 def test_a_disk_is_not_wiped_by_its_kernel_name_alone(bench) -> None:
     bench.disk()
     with pytest.raises(Refusal, match="bundle_incomplete"):
-        wipe(nvme_device="nvme1n1", nvme_eui="", nvme_serial="")
+        wipe(slots=[slot(0) | {"nvme_device": "nvme1n1", "nvme_eui": "", "nvme_serial": ""}])
 
 
 @pytest.mark.covers("I7")
@@ -503,12 +483,10 @@ def test_what_was_made_of_the_disk_between_plan_and_act_is_kept_unless_it_is_a_t
         return nvme_wipe.apply(params, step)
 
     racing = _change.Subject(nvme_wipe.observe, nvme_wipe.plan, overtaken, nvme_wipe.facts)
-    params = {"slots": [{**slot(0), "fence": 3}], "methods": ["zero_fill"], "renew": False}
-    outcome = _change.drive(racing, params, check_mode=False)
+    outcome = wipe(racing)
     if dirty:
         assert outcome.failure is None and bench.read("nvme1n1", 0, 4) == bytes(4)
         return
-    assert outcome.failure is not None
     assert (outcome.failure.code, outcome.done) == ("changed_since_plan", [])
     assert outcome.failure.found == "xfs on nvme1n1"
     assert bench.read("nvme1n1", 0, 4) == b"XFSB"

@@ -66,7 +66,6 @@ class Idrac:
             failure = self.drive(**change).failure
         except _errors.Refusal as refusal:
             return refusal.code
-        assert failure is not None
         return failure.code
 
 
@@ -189,7 +188,6 @@ def test_nobody_is_power_cycled(idrac: Idrac, tree: Path, comes: Callable[[Path]
     users = comes(tree)
     for check in (True, False):
         failure = idrac.drive(check=check).failure
-        assert failure is not None
         assert (failure.code, failure.found) == ("host_in_use", users)
     # The forecast reports the refusal too, as soon as a power cycle is due.
     refusals = idrac.drive(state="planned").facts["refusals"]
@@ -210,7 +208,7 @@ def test_who_comes_while_it_stages_is_not_power_cycled(
 
     monkeypatch.setattr(_racadm_bios.Racadm, "stage", stage)
     outcome = idrac.drive()
-    assert outcome.failure is not None and outcome.failure.code == "host_in_use"
+    assert outcome.failure.code == "host_in_use"
     assert outcome.failed_step == "commit_job" and not idrac.called("jobqueue", "create")
 
 
@@ -243,7 +241,7 @@ def test_other_jobs_in_the_queue_stop_it(idrac: Idrac) -> None:
 def test_a_failed_job_is_named_and_not_tried_again(idrac: Idrac) -> None:
     idrac.set(outcome="Failed")
     outcome = idrac.drive()
-    assert outcome.failure is not None and outcome.failure.code == "bios_job_failed"
+    assert outcome.failure.code == "bios_job_failed"
     assert "PR21" in outcome.failure.found and outcome.failed_step == "commit_job"
     idrac.set(outcome="Completed")
     assert idrac.refused() == "bios_job_failed"
@@ -264,14 +262,14 @@ def test_a_job_whose_power_cycle_failed_is_not_waited_for(idrac: Idrac) -> None:
 def test_a_completed_job_that_changed_nothing_is_not_believed(idrac: Idrac) -> None:
     idrac.set(keeps=["ProcSettings.LogicalProc"])
     outcome = idrac.drive()
-    assert outcome.failure is not None and outcome.failure.code == "verify_failed"
+    assert outcome.failure.code == "verify_failed"
     assert "LogicalProc" in outcome.failure.found and idrac.called("jobqueue", "create") == 1
 
 
 def test_a_job_without_end_meets_its_deadline(idrac: Idrac) -> None:
     idrac.set(power=1000)
     outcome = idrac.drive(deadline=0.3)
-    assert outcome.failure is not None and outcome.failure.code == "bios_job_timeout"
+    assert outcome.failure.code == "bios_job_timeout"
     assert "JID_763788807801 is Running" in outcome.failure.found
 
 

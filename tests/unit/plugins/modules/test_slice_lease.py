@@ -17,11 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _libvirt,
-    _pinning,
-    _slots,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt, _pinning, _slots
 from ansible_collections.gpuaas.slice.plugins.modules import slice_lease as module
 
 from tests.unit.plugins.fabric_manager import FabricManager, manager
@@ -229,10 +225,7 @@ def _lease_at_once(params: dict[str, Any], ready: Any, place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("memory_mib", "codes", "cpus"),
-    [
-        (512, ["", ""], [[0], [1]]),
-        (768, ["", "memory_unavailable"], None),
-    ],
+    [(512, ["", ""], [[0], [1]]), (768, ["", "memory_unavailable"], None)],
 )
 def test_two_leases_at_once_share_neither_cpu_nor_memory(
     host: Path,
@@ -266,7 +259,6 @@ def test_what_others_were_promised_is_not_free(host: Path) -> None:
     _pinning.record(TWO, {"cpus": [1], "memory_mib": 512, "hugepages": False, "numa_node": -1})
     outcome = drive(PARAMS)
     assert code(outcome) == "memory_unavailable"
-    assert outcome.failure is not None
     assert outcome.failure.found == "1024 MiB, of which 512 MiB are promised to other slices"
     _pinning.forget(TWO)
     assert code(drive(PARAMS)) == ""

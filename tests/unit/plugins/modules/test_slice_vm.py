@@ -192,13 +192,13 @@ def test_a_restart_is_refused_as_its_start_would_be_while_the_guest_runs(
     drive(PARAMS)
     changed = plant(host, monkeypatch)
     refused = drive({**RESTART, **changed})
-    assert refused.failure is not None and refused.failure.code == code
+    assert refused.failure.code == code
     assert host.life == Life("running") and "shut_down" not in host.acts
     assert refused.facts.get("domain", {"state": "running"})["state"] == "running"
     # A start says the same.
     host.life = Life("shut off")
     same = drive({**RESTART, **changed, "state": "running"}).failure
-    assert same is not None and same.code == code
+    assert same.code == code
 
 
 @pytest.mark.covers("I9", "I10")
@@ -209,7 +209,7 @@ def test_a_run_of_power_that_has_a_successor_does_nothing(host: Host) -> None:
     assert drive({**second, "state": "stopped"}).done[:2] == ["fence_power", "stop_domain"]
     for state in ("running", "restarted", "stopped"):
         late = drive({**first, "state": state})
-        assert late.failure is not None and late.failure.code == "stale_fence"
+        assert late.failure.code == "stale_fence"
         assert (late.failed_part, late.changed, host.acts) == ("fence_power", False, ["shut_down"])
     # The same run may be played twice.
     assert not drive({**second, "state": "stopped"}).changed
@@ -234,7 +234,7 @@ def test_a_run_of_power_does_no_further_step_once_its_successor_has_begun(
 
     monkeypatch.setattr(_libvirt, step, and_begin)
     late = drive({**RESTART, "power_fence": 4, "boot_id": None})
-    assert late.failure is not None and late.failure.code == "stale_fence"
+    assert late.failure.code == "stale_fence"
     # A guest that it has just started is ended, because a stop may have seen it off.
     last = {"start_paused": "destroy"}.get(step, step)
     assert host.acts[-1] == last, "no power is taken from a guest that ran, and none resumed"
@@ -253,7 +253,7 @@ def test_a_late_start_leaves_the_guest_that_its_successor_runs(
 
     monkeypatch.setattr(_libvirt, "start_paused", and_resume)
     late = drive({**PARAMS, "power_fence": 4, "boot_id": None})
-    assert late.failure is not None and late.failure.code == "stale_fence"
+    assert late.failure.code == "stale_fence"
     assert (host.life, "destroy" in host.acts) == (Life("running"), False)
 
 
@@ -268,7 +268,7 @@ def test_a_run_of_power_that_a_restart_of_the_host_has_overtaken_starts_nothing(
     boot.write_text("0b0f3b4e-4f0e-4d6a-8f0c-2f6d1f1f7a51\n")
     overtaken = {**RESTART, "state": "running", "power_fence": 4, "boot_id": OTHER}
     refused = drive(overtaken)
-    assert refused.failure is not None and refused.failure.code == "boot_changed"
+    assert refused.failure.code == "boot_changed"
     assert host.acts == []
 
 
@@ -278,7 +278,7 @@ def test_a_part_that_fails_is_named_and_ends_the_rest(host: Host, tree: Path) ->
     taken.parent.mkdir(parents=True)
     taken.write_text(f"52:54:00:64:00:99,id:*,{IP},other,12h\n")
     refused = drive(PARAMS)
-    assert refused.failure is not None and refused.failure.code == "ip_in_use"
+    assert refused.failure.code == "ip_in_use"
     assert (refused.failed_part, refused.done) == ("reserve_address", ["write_seed"])
     assert refused.changed and host.acts == []
     taken.unlink()
@@ -288,7 +288,7 @@ def test_a_part_that_fails_is_named_and_ends_the_rest(host: Host, tree: Path) ->
 def test_a_fabric_function_that_is_missing_starts_no_domain(host: Host) -> None:
     missing = [{**slot, "fabric_vf_pci_address": "0000:25:10.6"} for slot in PARAMS["slots"]]
     refused = drive({**PARAMS, "slots": missing})
-    assert refused.failure is not None and refused.failure.code == "function_missing"
+    assert refused.failure.code == "function_missing"
     assert (refused.failed_part, host.acts) == ("give_functions", [])
 
 
@@ -309,7 +309,7 @@ def test_a_claim_that_ends_in_between_stops_the_next_part(
     monkeypatch.setattr(_change, "drive", and_end)
     late = drive(PARAMS)
     names = [entry.name for entry in slice_vm.parts(PARAMS)]
-    assert late.failure is not None and late.failure.code == "stale_fence"
+    assert late.failure.code == "stale_fence"
     assert late.failed_part == names[names.index(part) + 1]
     assert host.acts == []
 
@@ -321,5 +321,5 @@ def test_a_handover_that_cannot_open_the_way_keeps_the_seed(host: Host, tree: Pa
     parts = slice_handover.parts(params)
     assert [part.name for part in parts] == ["open_way", "destroy_seed"]
     refused = _change.drive_parts(parts, params, check_mode=False)
-    assert refused.failure is not None and refused.failure.code == "stale_fence"
+    assert refused.failure.code == "stale_fence"
     assert (refused.failed_part, traces(tree)) == ("open_way", [True, True])

@@ -133,7 +133,7 @@ def test_a_mount_that_is_busy_is_out_of_fstab_so_that_a_restart_frees_it(
 
     monkeypatch.setattr(_command, "run", busy)
     outcome = free()
-    assert outcome.failure is not None and outcome.failure.code == "mount_busy"
+    assert outcome.failure.code == "mount_busy"
     assert "restart the machine" in outcome.failure.remedy
     assert not _host.read("/etc/fstab")
 
@@ -142,7 +142,7 @@ def test_a_disk_that_the_running_system_is_on_is_refused_given_or_not(host) -> N
     _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     host.mount("259:2", "/", "/dev/nvme1n1p1")
     outcome = free()
-    assert outcome.failure is not None and outcome.failure.code == "os_disk"
+    assert outcome.failure.code == "os_disk"
     assert host.calls == []
 
 
@@ -176,7 +176,7 @@ def test_a_zfs_pool_is_named_with_what_to_do(host) -> None:
     host.claimed.add("nvme1n1")
     _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     outcome = free()
-    assert outcome.failure is not None and outcome.failure.code == "zfs_pool"
+    assert outcome.failure.code == "zfs_pool"
     assert outcome.failure.found == "ZFS pool tank"
     assert "zpool export tank" in outcome.failure.remedy
 
@@ -192,7 +192,7 @@ def test_a_bad_sector_keeps_no_tenants_disk_from_its_wipe(
 
     monkeypatch.setattr(os, "preadv", preadv)
     refused = free()
-    assert refused.failure is not None and refused.failure.code == "device_unreadable"
+    assert refused.failure.code == "device_unreadable"
     assert host.calls == [], "nobody gave it to a tenant"
     _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity=f"eui.{EUI}")
     done = free()
@@ -237,7 +237,7 @@ def test_what_is_mounted_over_the_disk_is_not_taken_in_its_place(host) -> None:
     host.mount("259:2", "/data", "/dev/nvme1n1p1")
     host.mount("0:77", "/data", "server:/export", "nfs")
     outcome = free()
-    assert outcome.failure is not None and outcome.failure.code == "mount_covered"
+    assert outcome.failure.code == "mount_covered"
     assert outcome.failure.found == "nfs server:/export"
     assert host.calls == []
 
@@ -245,14 +245,14 @@ def test_what_is_mounted_over_the_disk_is_not_taken_in_its_place(host) -> None:
 def test_the_system_disk_is_refused(host) -> None:
     host.mount("259:2", "/boot", "/dev/nvme1n1p1")
     outcome = free()
-    assert outcome.failure is not None and outcome.failure.code == "os_disk"
+    assert outcome.failure.code == "os_disk"
     assert host.calls == []
 
 
 def test_a_disk_of_another_identity_is_refused(host) -> None:
     host.mount("259:2", "/data", "/dev/nvme1n1p1")
     outcome = free(disks=[{**DISK, "nvme_serial": "OTHER"}])
-    assert outcome.failure is not None and outcome.failure.code == "identity_mismatch"
+    assert outcome.failure.code == "identity_mismatch"
     assert host.calls == []
 
 

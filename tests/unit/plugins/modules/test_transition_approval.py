@@ -29,7 +29,9 @@ IDENTITY = {"serial": "LABNVME0", "eui": EUI}
 SHARE = "/dev/nvme1n1p1 /share ext4 defaults,nofail 0 2"
 
 
-def drive(subject: _change.Subject = module.SUBJECT, **other: Any) -> _change.Outcome:
+def drive(
+    subject: _change.Subject = module.SUBJECT, *, check_mode: bool = False, **other: Any
+) -> _change.Outcome:
     params = {
         "devices": [BY_ID],
         "apply": False,
@@ -37,7 +39,7 @@ def drive(subject: _change.Subject = module.SUBJECT, **other: Any) -> _change.Ou
         "methods": ["zero_fill"],
         "manifest_directory": "/var/log/gpuaas",
     } | other
-    return _change.drive(subject, params, check_mode=False)
+    return _change.drive(subject, params, check_mode=check_mode)
 
 
 def take(approved: dict[str, Any], **other: Any) -> _change.Outcome:
@@ -146,10 +148,7 @@ def test_bytes_beside_the_partitions_are_somebodys_too(bench) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "magic"),
-    [
-        (SIZE - 1024, b"Intel Raid ISM Cfg Sig. 1.3.00"),
-        (SIZE - 512, b"\xde\x11\xde\x11"),
-    ],
+    [(SIZE - 1024, b"Intel Raid ISM Cfg Sig. 1.3.00"), (SIZE - 512, b"\xde\x11\xde\x11")],
 )
 def test_a_member_of_a_firmware_array_shows_what_is_mirrored_at_its_start(
     bench, offset: int, magic: bytes
@@ -264,7 +263,6 @@ def test_a_mount_that_comes_over_it_after_the_plan_stays_too(share, calls: list[
         module.observe, module.plan, overtaken, module.facts, recover=module.recover
     )
     outcome = take(approved, subject=racing)
-    assert outcome.failure is not None
     assert (outcome.failure.code, calls) == ("mount_covered", [])
 
 
@@ -308,7 +306,6 @@ def test_what_cannot_be_put_back_is_said(
     monkeypatch.setattr(_command, "run", failing)
     monkeypatch.setattr(_block, "exclusive", held)
     outcome = take(approved)
-    assert outcome.failure is not None
     assert outcome.failure.found.endswith("left undone: /share (exit 32: no)")
 
 
@@ -322,7 +319,7 @@ def test_a_disk_whose_bytes_are_gone_is_not_mounted_again(
 
     monkeypatch.setattr(module._nvme_wipe, "erase", unproven)
     outcome = take(approved)
-    assert outcome.failure is not None and outcome.failure.found == "bytes left"
+    assert outcome.failure.found == "bytes left"
     assert not [call for call in calls if call.startswith("mount ")]
     assert "gpuaas-slice-storage-disabled" in _host.path("/etc/fstab").read_text()
 
@@ -354,7 +351,7 @@ def test_a_real_share_is_mounted_again_when_the_disk_turns_out_to_be_another(
             recover=module.recover,
         )
         outcome = drive(racing, devices=[loop.name], apply=True, expected=expected)
-        assert outcome.failure is not None and outcome.failure.code == "identity_mismatch"
+        assert outcome.failure.code == "identity_mismatch"
         assert (point / "file").read_text() == "kept"
         mounts = [mount for mount in _usage.mounts() if mount.point == str(point)]
         assert ["noatime" in mount.options for mount in mounts] == [True]

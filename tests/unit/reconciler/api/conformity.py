@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +15,25 @@ import httpx
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
+from reconciler.api import contract
+
 with warnings.catch_warnings():
     # Starlette warns that it prefers httpx2, which is not a dependency here.
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
 Document = dict[str, Any]
+
+
+def operations() -> Iterator[tuple[str, str, Document]]:
+    """Verb, path and description of every operation of the written contract."""
+    for path, verbs in contract.contract()["paths"].items():
+        for verb, operation in verbs.items():
+            yield verb, path, operation
+
+
+def roles(operation: Document) -> set[str]:
+    return {role for one in operation.get("security", []) for role in one["token"]}
 
 
 class Conformity:

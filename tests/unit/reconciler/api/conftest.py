@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.reconciler.api.provider import Provider, running
 from tests.unit.reconciler.api.stack import Stack, copy_database, migrated, stack_in
 
 Saved = tuple[Path, dict[str, str]]
@@ -49,3 +50,10 @@ def prepared(databases: dict[str, Saved], tmp_path: Path) -> Iterator[Stack]:
 def selling(databases: dict[str, Saved], tmp_path: Path) -> Iterator[Stack]:
     """Two slots are available and scheduling is on."""
     yield from _at(databases["selling"], tmp_path)
+
+
+@pytest.fixture(scope="session")
+def process() -> Iterator[Provider]:
+    """An OpenID provider."""
+    with running() as provider:
+        yield provider

@@ -12,7 +12,6 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from reconciler.api import contract
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import nodes, slots
@@ -20,6 +19,7 @@ from reconciler.lifecycle import apps, host, ingress, power, slices
 from reconciler.model.bundle import Bundle
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import queue
+from tests.unit.reconciler.api.conformity import operations, roles
 from tests.unit.reconciler.api.stack import ACT, IMAGE, KEY, NODE, Stack, discovery
 from tests.unit.reconciler.api.test_ingress import body as ingress_body
 from tests.unit.reconciler.api.test_ingress import with_addresses
@@ -113,7 +113,8 @@ def test_a_member_is_told_nothing_of_the_host(selling: Stack) -> None:
     assert member.look(first)["error_code"] == ERROR["code"]
     member.ask("POST", f"{PATH}/{first}/release")
     activate(selling, second)
-    assert member.look(second)["connection"]["host"] == "gate.example"
+    gate = {"host": "gate.example", "port": 2200, "username": "tenant", "known_hosts": ""}
+    assert member.look(second)["connection"] == gate
     member.ask("GET", f"{PATH}/{second}/telemetry")
     member.ask("POST", f"{PATH}/{second}/power", json={"action": "reset"})
     with transaction(selling.engine) as conn:
@@ -220,7 +221,6 @@ def permitted() -> set[str]:
 def member_operations() -> list[tuple[str, str, re.Pattern[str]]]:
     return [
         (operation["operationId"], verb, re.compile(re.sub("{[^}]*}", "[^/]+", path)))
-        for path, verbs in contract.contract()["paths"].items()
-        for verb, operation in verbs.items()
-        if any("project-member" in one["token"] for one in operation.get("security", []))
+        for verb, path, operation in operations()
+        if "project-member" in roles(operation)
     ]

@@ -23,6 +23,7 @@ from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import play_recovery_cases, recover_blocked
 from tests.unit.reconciler import wipes
+from tests.unit.reconciler.api.conformity import operations, roles
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_baremetal import BODY as MACHINE
@@ -31,7 +32,7 @@ from tests.unit.reconciler.api.test_baremetal import metal
 from tests.unit.reconciler.api.test_ingress import ADDRESS, OTHER, body, with_addresses
 from tests.unit.reconciler.api.test_jobs import enqueue, with_model
 from tests.unit.reconciler.api.test_launches import BODY, activate, launch
-from tests.unit.reconciler.api.test_security import app_instance, operations, roles
+from tests.unit.reconciler.api.test_security import app_instance
 
 __all__ = ["metal"]
 pytestmark = pytest.mark.covers("CTRL-10", "CTRL-11", "P4")

@@ -6,9 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 
-from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.model.states import TaskKind
 from reconciler.records import queue
@@ -200,13 +198,3 @@ def test_a_site_without_addresses_has_no_ingress(site: Stack, slice_id: str) -> 
 def test_the_setting_takes_addresses_only(text: str) -> None:
     with pytest.raises(ValueError, match="ingress_addresses"):
         Settings(ingress_addresses=text)
-
-
-def test_a_failure_shows_its_code_and_no_text_of_the_host(site: Stack, slice_id: str) -> None:
-    rule = add(site, slice_id).json()["id"]
-    failure = {"code": "guest_port_silent", "found": "10.100.0.10 on ovsbr0"}
-    with transaction(site.engine) as conn:
-        conn.execute(sa.update(tables.ingress_rules).values(failure=failure))
-    shown = site.client("member").get(f"{path(slice_id)}/{rule}")
-    assert shown.json()["failure_code"] == "guest_port_silent"
-    assert "ovsbr0" not in shown.text

@@ -19,19 +19,13 @@ from reconciler.model.errors import Problem
 from reconciler.settings import Settings
 from reconciler.trust import oidc
 from reconciler.trust.oidc import FRESH_S, QUIET_S, STALE_S, Identity, Verifier
-from tests.unit.reconciler.api.provider import AUDIENCE, PUBLISHED, Provider, running
+from tests.unit.reconciler.api.provider import AUDIENCE, PUBLISHED, Provider
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.service.service import until
 from tests.unit.reconciler.silent_names import NAME, silent_name
 
 pytestmark = pytest.mark.covers("CTRL-10")
 DEMO = ["staff", "gpuaas-project-demo"]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Provider]:
-    with running() as provider:
-        yield provider
 
 
 @pytest.fixture

@@ -57,7 +57,6 @@ def test_filters(selling: Stack) -> None:
 
 
 @pytest.mark.covers("CTRL-5", "CTRL-10")
-@pytest.mark.covers("CTRL-5")
 def test_a_refused_launch_tells_admins_where_and_members_how_many(selling: Stack) -> None:
     body = BODY | {"gpu_count": 3}
     problems = {}
@@ -72,6 +71,7 @@ def test_a_refused_launch_tells_admins_where_and_members_how_many(selling: Stack
     problems["admin"]["explanation"].pop("nodes_not_told")
     assert problems["member"]["explanation"] == problems["admin"]["explanation"]
     assert problems["member"]["explanation"]["nearest"] == [{"gpus": 2, "region": "", "pool": ""}]
+    assert problems["member"]["explanation"]["summary"] == "2 GPUs free, no 3 on one node"
     assert problems["member"]["remedy"] == "ask for 2 GPUs, or later"
     assert NODE not in str(problems["member"])
 

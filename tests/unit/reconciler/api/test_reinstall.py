@@ -108,9 +108,14 @@ class Metal:
         return key
 
     def release(self, key: str) -> None:
-        """End the tenancy: every module of the tenant's system answers "all clean"."""
+        """End the tenancy."""
         with transaction(self.stack.engine) as conn:
             launch.release(conn, key, ACT)
+        self.clean_up(key)
+
+    def clean_up(self, key: str) -> None:
+        """Every module of the tenant's system answers "all clean"."""
+        with transaction(self.stack.engine) as conn:
             (task,) = leasing.lease(conn, "test", kinds=[TaskKind.BAREMETAL_RELEASE])
             evidence = {**CLEAN, "proofs": {}}
             fence = task.parameters["fence"]
@@ -248,11 +253,8 @@ def test_a_machine_installed_anew_before_its_clean_up_keeps_its_key(metal: Metal
     metal.identity = fresh(metal.folder)
     assert metal.enrol(metal.identity).status_code == 200
     assert not metal.required()
-    with transaction(metal.stack.engine) as conn:
-        (task,) = leasing.lease(conn, "test", kinds=[TaskKind.BAREMETAL_RELEASE])
-        evidence = {**CLEAN, "proofs": {}}
-        fence = task.parameters["fence"]
-        assert baremetal.release_succeeded(conn, key, ACT, fence=fence, evidence=evidence)
+    metal.clean_up(key)
+    with reading(metal.stack.engine) as conn:
         assert not certificates.cut_off(conn, NODE)
         assert queue.every(conn, kind=TaskKind.SLICE_TOPOLOGY_DISCOVER)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from reconciler.api import contract
 from reconciler.db.engine import transaction
 from reconciler.db.schema import api_tokens
 from reconciler.inventory import maas_sync, sync
@@ -17,6 +16,7 @@ from reconciler.inventory.readings import Reading
 from reconciler.lifecycle import apps
 from reconciler.model.states import Role
 from reconciler.records import tokens
+from tests.unit.reconciler.api.conformity import operations, roles
 from tests.unit.reconciler.api.refusals import kept
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_jobs import enqueue, with_model
@@ -30,18 +30,6 @@ pytestmark = pytest.mark.covers("CTRL-10", "P4")
 OPEN = {"enrolment_enrol", "enrolment_fetch", "images_content", "health_alive", "health_ready"}
 OPEN |= {f"worker_{act}" for act in ("register", "turn", "renew", "due", "leave")}
 Operation = tuple[str, str, dict[str, Any]]
-
-
-def operations() -> Iterator[Operation]:
-    for path, verbs in contract.contract()["paths"].items():
-        for verb, operation in verbs.items():
-            yield verb, path, operation
-
-
-def roles(operation: dict[str, Any]) -> set[str]:
-    return {role for one in operation.get("security", []) for role in one["token"]}
-
-
 CLOSED = [one for one in operations() if one[2]["operationId"] not in OPEN]
 
 

@@ -82,23 +82,20 @@ def test_bad_bundles(prepared: Stack, index: int, change: dict[str, Any], code: 
 
 @pytest.mark.covers("CTRL-3")
 @pytest.mark.parametrize(
-    "code", ["swap_in_use", "lvm_member", "md_member", "unexpected_filesystem"]
+    ("part", "code"),
+    [
+        *(("nvme", code) for code in ("swap_in_use", "lvm_member", "md_member")),
+        ("nvme", "unexpected_filesystem"),
+        ("gpu", "group_not_viable"),
+    ],
 )
-def test_disks_in_use(prepared: Stack, code: str) -> None:
-    document = discovery()
-    disk = next(row for row in document["nvme"] if row["by_id"] == bundle(1)["nvme_device"])
-    disk["blockers"] = [{"code": code, "detail": "nvme2n1"}]
+def test_a_device_in_use(prepared: Stack, part: str, code: str) -> None:
+    document, wanted = discovery(), bundle(1)
+    names = {wanted["nvme_device"], wanted["gpu_pci_address"]}
+    (device,) = (row for row in document[part] if names & {row.get("by_id"), row.get("address")})
+    device["blockers"] = [{"code": code, "detail": "nvme2n1"}]
     _rediscover(prepared, document)
     assert refused(prepared, lambda: approve(prepared, bundle(1)))["code"] == code
-
-
-@pytest.mark.covers("CTRL-3")
-def test_a_gpu_that_shares_its_group(prepared: Stack) -> None:
-    document = discovery()
-    document["gpu"][1]["blockers"] = [{"code": "group_not_viable", "detail": "0000:24:00.1 igb"}]
-    _rediscover(prepared, document)
-    problem = refused(prepared, lambda: approve(prepared, bundle(1)))
-    assert problem["code"] == "group_not_viable"
 
 
 @pytest.mark.covers("CTRL-3")

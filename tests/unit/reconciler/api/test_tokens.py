@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from reconciler.model.errors import Problem
 from reconciler.records import console_sessions, ssh_keys, terminals, tokens
 from reconciler.service.process import adopt_issuer
 from reconciler.trust import oidc
-from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
+from tests.unit.reconciler.api.provider import AUDIENCE, Provider
 from tests.unit.reconciler.api.stack import ACT, KEY, Stack
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_terminals import with_terminal
@@ -96,7 +95,6 @@ def test_the_tokens_of_others_are_not_there(new: Stack, line: dict[str, str]) ->
             answer = new.client(who).delete(f"tokens/{ids[name]}")
             code = "role_required" if who == "node" else "token_not_found"
             assert answer.json()["code"] == code, (who, name)
-            assert answer.json().get("found", "") == answer.json().get("found", ids[name])
     assert new.client("node").get("tokens").status_code == 403
     with reading(new.engine) as conn:
         assert tokens.every(conn) == before
@@ -229,19 +227,11 @@ def test_the_secret_is_stored_nowhere(new: Stack) -> None:
     sent = {"json": {"name": "once"}, "headers": {"Idempotency-Key": "k"}}
     first = new.client("member").post("tokens", **sent)
     assert first.headers["Cache-Control"] == "no-store"
-    again = new.client("member").post("tokens", **sent)
-    assert (again.status_code, again.json()["code"]) == (409, "secret_shown_once")
     with reading(new.engine) as conn:
         (remembered,) = conn.execute(sa.select(idempotency_keys.c.body)).scalars()
     assert remembered["name"] == "once" and "token" not in remembered
     for path in ("tokens", "admin/tokens", "admin/audit"):
         assert first.json()["token"] not in new.client("admin").get(path).text
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Provider]:
-    with running() as provider:
-        yield provider
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import uuid
+from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.api import contract
 from reconciler.api import worker as worker_routes
 from reconciler.api.security import BURST, Rates
 from reconciler.db import clock
@@ -30,7 +30,7 @@ from reconciler.records.tokens import digest
 from reconciler.settings import Settings
 from reconciler.work.loops import tend_leases, tend_remote_workers
 from tests.redis_server import RedisServer
-from tests.unit.reconciler.api.conformity import Client
+from tests.unit.reconciler.api.conformity import Client, operations
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
 from tests.unit.reconciler.api.test_pools import started
@@ -492,23 +492,15 @@ def test_the_token_opens_its_pool_only_and_for_no_longer_than_that(new: Stack) -
 def test_no_operation_but_those_of_workers_takes_the_token(new: Stack) -> None:
     remote_pool(new)
     holder, before = new.client("remote-demo"), kept(new)
-    names = {"node_id": NODE, "project_id": "demo", "action": "disable"}
+    names = defaultdict(lambda: "x", node_id=NODE, project_id="demo", action="disable")
     tried = 0
-    for path, verbs in contract.contract()["paths"].items():
-        for verb, operation in verbs.items():
-            if "security" in operation:
-                at = path.format_map(Missing(names))
-                answer = holder.request(verb, f"http://test{at}", json={})
-                assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated"), at
-                tried += 1
+    for verb, path, operation in operations():
+        if "security" in operation:
+            at = path.format_map(names)
+            answer = holder.request(verb, f"http://test{at}", json={})
+            assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated"), at
+            tried += 1
     assert tried > 100 and kept(new) == before
-
-
-class Missing(dict[str, str]):
-    """Names of a path, of which some are unknown."""
-
-    def __missing__(self, name: str) -> str:
-        return "x"
 
 
 @pytest.mark.parametrize(

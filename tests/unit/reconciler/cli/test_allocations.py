@@ -207,11 +207,7 @@ def test_a_wait_ends_when_nothing_comes_any_more(
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_steps_of_a_launch_are_shown_at_a_terminal(
-    selling: Stack,
-    gpuaas: Gpuaas,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    terminal: bool,
+    selling: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     key = tmp_path / "key.pub"
     key.write_text(KEY + "\n")

@@ -198,7 +198,7 @@ def test_a_defect_stays_one() -> None:
     refused = TrustError("key_invalid", expected="a", found="b", remedy="c")
     assert failures.as_problem(refused).document()["code"] == "key_invalid"  # type: ignore[union-attr]
     unreadable = failures.as_problem(PermissionError(13, "Permission denied", "/etc/x"))
-    assert unreadable is not None and unreadable.found == "/etc/x: Permission denied"
+    assert unreadable.found == "/etc/x: Permission denied"
 
 
 def refusal_of(url: str, *statements: str) -> Problem | None:
@@ -221,9 +221,9 @@ def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> N
     assert refusal_of(url, table, "INSERT INTO t (b) VALUES (:value)") is None, "no such column"
     assert refusal_of(url, table, "ALTER TABLE t ADD COLUMN a INT") is None, "duplicate column"
     away = refusal_of(f"sqlite:///{tmp_path / 'none' / 'x.db'}", "SELECT 1")
-    assert away is not None and away.found == "unable to open database file"
+    assert away.found == "unable to open database file"
     reads = refusal_of(url, table, "PRAGMA query_only = ON", "INSERT INTO t VALUES (1)")
-    assert reads is not None and reads.code == "database_unavailable"
+    assert reads.code == "database_unavailable"
     with closing(sqlite3.connect(tmp_path / "x.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
         locked = sa.create_engine(f"{url}?timeout=0")
@@ -231,7 +231,7 @@ def test_of_a_database_only_what_keeps_it_away_is_no_defect(tmp_path: Path) -> N
             conn.exec_driver_sql("BEGIN IMMEDIATE")
         locked.dispose()
     held = failures.as_problem(caught.value)
-    assert held is not None and held.found == "database is locked"
+    assert held.found == "database is locked"
 
 
 @pytest.mark.postgres
@@ -244,12 +244,12 @@ def _of_a_server(server: str) -> None:
     assert refusal_of(server, "SELECT no_such_column") is None
     assert refusal_of(server, "SET LOCAL statement_timeout = 1", "SELECT pg_sleep(9)") is None
     ended = refusal_of(server, "SELECT pg_terminate_backend(pg_backend_pid())")
-    assert ended is not None and ended.code == "database_unavailable"
+    assert ended.code == "database_unavailable"
     reads = refusal_of(server, "SET TRANSACTION READ ONLY", "CREATE TABLE t (a INT)")
-    assert reads is not None and reads.code == "database_unavailable"
+    assert reads.code == "database_unavailable"
     unknown = sa.make_url(server).set(database="no_such_database")
     none = refusal_of(unknown.render_as_string(hide_password=False), "SELECT 1")
-    assert none is not None and none.code == "database_unavailable"
+    assert none.code == "database_unavailable"
 
 
 def test_of_files_only_those_that_let_nobody_in() -> None:
@@ -257,7 +257,7 @@ def test_of_files_only_those_that_let_nobody_in() -> None:
         assert failures.as_problem(OSError(number, os.strerror(number), "/etc/x")) is None
     for number in (errno.EACCES, errno.EPERM, errno.EROFS):
         answer = failures.as_problem(OSError(number, os.strerror(number), "/etc/x"))
-        assert answer is not None and answer.code == "file_unusable"
+        assert answer.code == "file_unusable"
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -270,14 +270,13 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught:
         Path("/dev/full").write_bytes(b"x")
     answer = failures.as_problem(caught.value)
-    assert answer is not None and answer.code == "disk_full" and "df -h" in answer.remedy
+    assert answer.code == "disk_full" and "df -h" in answer.remedy
 
 
 def test_a_program_that_is_not_installed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as program:
         subprocess.run(["no-such-program"], check=True)
     answer = failures.as_problem(program.value)
-    assert answer is not None
     assert (answer.code, answer.expected) == ("program_missing", "no-such-program on this machine")
     with pytest.raises(FileNotFoundError) as folder:
         subprocess.run(["true"], check=True, cwd=tmp_path / "none")
@@ -289,7 +288,7 @@ def test_the_log_keeps_where_it_came_from(caplog: pytest.LogCaptureFixture) -> N
     with pytest.raises(exc.OperationalError), failures.logged():
         raise away
     (line,) = caplog.records
-    assert line.exc_info is not None and line.exc_info[1] is away
+    assert line.exc_info[1] is away
     assert "SELECT :a" in caplog.text and SECRET not in caplog.text
     caplog.clear()
     with pytest.raises(TrustError), failures.logged():

@@ -294,11 +294,7 @@ def test_what_is_no_token_is_named_and_not_shown(
     ],
 )
 def test_what_stands_before_the_service_is_no_traceback(
-    tmp_path: Path,
-    gpuaas: Gpuaas,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    text: str,
+    tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, status: int, text: str
 ) -> None:
     kind = {"Content-Type": "text/html"}
 

@@ -22,7 +22,6 @@ def test_the_first_token(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyP
     assert (json.loads(gpuaas.out)["node_id"], gpuaas.status) == (NODE, 0), gpuaas.err
     with reading(new.engine) as conn:
         assert tokens.authenticate(conn, json.loads(gpuaas.out)["token"]) is not None
-    assert record is not None
     assert (record.role, record.name, record.project_id) == ("platform-admin", "me", None)
     assert record.expires_at - record.created_at == pytest.approx(86_400, abs=60)
 
@@ -33,7 +32,7 @@ def test_the_first_token(new: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyP
     assert (gpuaas.out, stat.S_IMODE(file.stat().st_mode)) == ("", 0o600)
     with reading(new.engine) as conn:
         member = tokens.authenticate(conn, file.read_text().strip())
-    assert member is not None and member.project_id == "demo"
+    assert member.project_id == "demo"
     assert member.expires_at - member.created_at == pytest.approx(90 * 86_400, abs=60)
 
 
@@ -104,7 +103,7 @@ def test_a_members_token_by_the_projects_name(
     gpuaas(*words, "team-a")
     with reading(new.engine) as conn:
         member = tokens.authenticate(conn, gpuaas.out.strip())
-    assert member is not None and member.project_id == key
+    assert member.project_id == key
     gpuaas(*words, "nobody")
     assert (gpuaas.status, "project_not_found" in gpuaas.err) == (1, True)
 

@@ -16,14 +16,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from fastapi import FastAPI
-from playwright.sync_api import (
-    Browser,
-    BrowserContext,
-    Page,
-    ViewportSize,
-    expect,
-    sync_playwright,
-)
+from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, expect, sync_playwright
 
 from reconciler.api.app import create_app
 from reconciler.console import stream
@@ -42,13 +35,7 @@ from tests.unit.reconciler.api.test_jobs import bury, with_model
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.test_terminals import recorded
 from tests.unit.reconciler.console.full_site import full_site
-from tests.unit.reconciler.console.test_pages import (
-    HARMLESS,
-    HOST,
-    REASON,
-    address,
-    launch_review,
-)
+from tests.unit.reconciler.console.test_pages import HARMLESS, HOST, REASON, address, launch_review
 
 pytestmark = pytest.mark.covers("CTRL-13")
 

@@ -621,11 +621,7 @@ def test_cost_is_shown_where_the_site_has_prices(
             re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>.*?</tr>", part)
         ]
         prices = {(row[1], row[-2]) for row in cells if row}
-        assert prices == {
-            ("lab-edu-slice", ""),
-            ("lab-edu-slice", "2.49 EUR"),
-            ("lab", "1.99 EUR"),
-        }
+        assert prices == {("lab-edu-slice", ""), ("lab-edu-slice", "2.49 EUR"), ("lab", "1.99 EUR")}
 
 
 def test_the_last_day_of_a_period_counts(selling: Stack, browse: Browse) -> None:
@@ -801,7 +797,7 @@ def test_the_command_of_the_review_makes_the_same_call(selling: Stack, browse: B
             for id in (by_command.json()["id"], by_form)
         ]
     assert {name for name in stored[0] if stored[0][name] != stored[1][name]} <= {
-        *("id", "correlation_id", "created_at", "state_since", "deadline_at"),
+        *("id", "correlation_id", "created_at", "state_since", "deadline_at")
     }
 
 
@@ -922,7 +918,6 @@ def test_tokens_and_sessions_of_one_member_hide_no_others(selling: Stack, browse
         late = {"created_at": row.created_at + 60, "name": "mine"}
         conn.execute(sa.insert(api_tokens), [row._asdict() | late | each for each in made])
         session = conn.execute(sa.select(console_sessions)).first()
-        assert session is not None
         late = {"created_at": session.created_at + 60, "token_id": "mine-0"}
         conn.execute(
             sa.insert(console_sessions), [session._asdict() | late | each for each in made]

@@ -80,9 +80,7 @@ def test_nothing_is_lost_on_the_way_to_this_version(empty: sa.Engine, revision: 
 
 
 @pytest.mark.covers("CTRL-2")
-def test_launches_that_have_ended_lose_the_cloud_configs_of_their_tenants(
-    empty: sa.Engine,
-) -> None:
+def test_launches_that_have_ended_lose_the_cloud_configs_of_their_tenants(empty: sa.Engine) -> None:
     migrate(empty, "0051")
     secret, ended = {"tenant_data": {"password": "s"}, "slots": [1]}, {"finished_at": 1.0}
     with transaction(empty) as conn:

@@ -26,19 +26,8 @@ from reconciler.runs.ssh import SshAccess
 from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.faults.conftest import Healthy, Open
 from tests.unit.reconciler.faults.playing import How, Step
-from tests.unit.reconciler.faults.scripted_site import (
-    Run,
-    ScriptedSite,
-    Unanswered,
-    ended,
-    refused,
-)
-from tests.unit.reconciler.faults.test_steps import (
-    KINDS,
-    UNDOING,
-    Decide,
-    come_back,
-)
+from tests.unit.reconciler.faults.scripted_site import Run, ScriptedSite, Unanswered, ended, refused
+from tests.unit.reconciler.faults.test_steps import KINDS, UNDOING, Decide, come_back
 
 pytestmark = pytest.mark.covers("CTRL-8", "CTRL-9", "I13")
 

@@ -645,7 +645,7 @@ def test_no_session_keeps_the_others_from_being_cut(
                 line = world.ssh(words, host=host)
                 client = opened.enter_context(subprocess.Popen(line, stdout=subprocess.PIPE))
                 opened.callback(client.kill)
-                assert client.stdout is not None and client.stdout.readline() == b"in\n"
+                assert client.stdout.readline() == b"in\n"
             if how == "waits":
                 wait = partial(world.loop.run_in_executor, None, released.wait, 60)
                 for _ in range(100):
@@ -688,7 +688,7 @@ def test_what_ends_cuts_the_session_and_admits_no_other(world: World, end: Any) 
         stderr=subprocess.PIPE,
         text=True,
     ) as client:
-        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        assert client.stdout.readline() == "in\n"
         config = world.config()
         code = end(world)
         assert client.wait(30) == 255, "not at the end of its sleep"
@@ -1071,7 +1071,7 @@ def test_a_database_that_is_away_admits_nobody_and_ends_what_it_cannot_judge(
     with subprocess.Popen(
         world.ssh("echo in; exec sleep 60"), stdout=subprocess.PIPE, text=True
     ) as client:
-        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        assert client.stdout.readline() == "in\n"
         config = world.config()
 
         def away(_engine: object) -> None:
@@ -1108,7 +1108,7 @@ def test_limits_of_connections(world: World, limit: str) -> None:
     with subprocess.Popen(
         world.ssh("echo in; cat"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as client:
-        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        assert client.stdout.readline() == "in\n"
         assert world.run("id").returncode == 255
         client.communicate("")
     until(lambda: not world.gateway.clients)
@@ -1135,7 +1135,7 @@ def test_two_gateways_share_the_limit_of_a_machine_and_its_release(world: World)
         line = world.ssh(words, config=config)
         client = opened.enter_context(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
         opened.callback(client.kill)
-        assert client.stdout is not None and client.stdout.readline() == "in\n"
+        assert client.stdout.readline() == "in\n"
         return client
 
     try:

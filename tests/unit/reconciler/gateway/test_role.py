@@ -69,7 +69,7 @@ INSERT = {
 }
 UPDATE = {
     "ssh_sessions": {
-        *("seen_at", "closed_at", "reason", "bytes_in", "bytes_out", "recording_digest"),
+        *("seen_at", "closed_at", "reason", "bytes_in", "bytes_out", "recording_digest")
     },
     "service_processes": {"roles", "seen_at"},
 }

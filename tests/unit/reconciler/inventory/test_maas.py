@@ -102,9 +102,7 @@ def test_a_known_machine_in_another_condition_is_named_and_not_written_to(maas: 
             assert maas.node().maas_tags == change["tag_names"]
 
 
-def test_a_host_with_another_serial_number_is_named_and_its_machine_not_locked(
-    maas: Maas,
-) -> None:
+def test_a_host_with_another_serial_number_is_named_and_its_machine_not_locked(maas: Maas) -> None:
     maas.report("S7")
     maas.begin()
     with transaction(maas.engine) as conn:

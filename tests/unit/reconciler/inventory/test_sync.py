@@ -57,9 +57,7 @@ def test_a_comparison_only_reads_and_names_each_difference(netbox: Pass) -> None
         netbox.site.allocate(conn)
         node_records.create(conn, ADMIN, id="n2", address="10.0.0.2", profile="lab")
     netbox.begin(
-        device("n1", "10.0.0.9", BAREMETAL),
-        device("gpu9", "10.0.0.99"),
-        prefixes=[PREFIX],
+        device("n1", "10.0.0.9", BAREMETAL), device("gpu9", "10.0.0.99"), prefixes=[PREFIX]
     )
     result = netbox()
     assert set(methods(netbox)) == {"GET"}
@@ -530,10 +528,7 @@ def test_what_people_gave_to_a_slice_is_never_deleted_with_it(netbox: Pass, stat
             ["netbox_missing", *["netbox_new_twice"] * 2],
         ),
         (
-            [
-                device("gpu8", "10.0.0.99"),
-                device("gpu9", "10.0.0.99", local_context_data=None),
-            ],
+            [device("gpu8", "10.0.0.99"), device("gpu9", "10.0.0.99", local_context_data=None)],
             {},
             ["netbox_missing", "netbox_new_twice", "netbox_profile_unknown"],
         ),
@@ -730,9 +725,7 @@ def test_refused_and_unanswered_writes(netbox: Pass) -> None:
     assert "netbox_not_taken" in codes(netbox(apply=True))
 
 
-def test_an_object_that_netbox_cannot_write_keeps_no_other_from_being_written(
-    netbox: Pass,
-) -> None:
+def test_an_object_that_netbox_cannot_write_keeps_no_other_from_being_written(netbox: Pass) -> None:
     others = [device(f"d{n}", f"10.2.0.{n}") for n in range(3)]
     netbox.begin(device("n1"), *others)
     assert netbox(apply=True).complete

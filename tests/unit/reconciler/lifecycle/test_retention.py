@@ -190,6 +190,19 @@ def test_a_run_that_lives_keeps_its_files(site: Site, settings: Settings) -> Non
     assert tidy(site.engine, settings, NEVER) == [paths.root.name]
 
 
+def test_a_run_whose_files_cannot_be_read_keeps_no_others(site: Site, settings: Settings) -> None:
+    site.node()
+    with transaction(site.engine) as conn:
+        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1", "node", "n1"), site.act)
+        task = site.finish(conn, TaskKind.NODE_PARITY)
+    broken, whole = (run_directory(settings.state_dir, f"{task.id}-{n}") for n in (1, 2))
+    whole.mkdir(parents=True)
+    RunPaths(broken).outcome.mkdir(parents=True)
+    pass_time(site.engine, 100)
+    assert tidy(site.engine, settings, NEVER) == [whole.name]
+    assert broken.is_dir()
+
+
 def test_events_go_sooner_when_a_relay_took_them(
     site: Site, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

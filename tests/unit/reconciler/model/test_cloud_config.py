@@ -102,9 +102,8 @@ def test_16_kib_is_the_limit_in_bytes(character: str) -> None:
     size = len(character.encode())
     fits = (cloud_config.LIMIT_BYTES - len(frame) + 2) // size
     assert cloud_config.parse(frame.format(character * fits))
-    with pytest.raises(Problem) as problem:
+    with pytest.raises(Problem, match="user_data_too_large"):
         cloud_config.parse(frame.format(character * (fits + 1)))
-    assert problem.value.code == "user_data_too_large"
 
 
 @pytest.mark.covers("P2")

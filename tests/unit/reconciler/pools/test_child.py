@@ -149,7 +149,6 @@ def test_a_call_that_costs_the_gpu_costs_no_other_call(queue: Queue, tmp_path: P
     assert (len(ended), runner._process) == (1, None), "recorded before the next process has loaded"
     for _ in range(3):
         ended += runner.outcomes(30, 1)
-    assert runner._process is not None
     assert runner._process.poll() is None, "not ended by a call that fails otherwise"
     runner.stop()
     codes = [outcome.error["code"] for _, outcome in ended if outcome.error]
@@ -205,7 +204,6 @@ def test_a_process_that_ended_between_jobs_costs_none(
 ) -> None:
     queue.submit(calls(1, tmp_path / "ran"))
     runner.start()
-    assert runner._process is not None
     runner._process.kill()
     os.waitid(os.P_PID, runner._process.pid, os.WEXITED | os.WNOWAIT)
     runner.send(queue.claim(1))
@@ -485,10 +483,7 @@ def test_a_call_that_goes_on_soon_has_its_claim_on_the_disk(
 
 
 def test_a_heartbeat_that_fails_is_logged_once_for_each_reason(
-    monkeypatch: pytest.MonkeyPatch,
-    queue: Queue,
-    runner: Runner,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, queue: Queue, runner: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
     stopping = threading.Event()
     monkeypatch.setattr(worker, "_AGAIN_S", 0.01)
@@ -507,7 +502,7 @@ def test_a_heartbeat_that_fails_is_logged_once_for_each_reason(
     Worker(Failing(queue.engine, ["m"], poll_s=0.01), runner, stopping).run()
     lines = [record for record in caplog.records if record.message.startswith("could not renew")]
     assert [str(record.args[0]) for record in lines[:3] if record.args] == [  # type: ignore[index]
-        *("of no known kind", "of no known kind", "of another kind"),
+        *("of no known kind", "of no known kind", "of another kind")
     ]
     assert len(lines) == 3 and all(record.exc_info for record in lines)
 

@@ -235,7 +235,6 @@ def end_worker(
         for project in holding:
             jobs.enqueue(conn, project, [jobs.NewJob("m", {})], ADMIN)
         worker = workers.add(conn, pool, rows.new_id(), host="control", boot_id="b", cgroup="")
-        assert worker is not None
         leases.enter(conn, worker.id, pid=7, start_ticks=1)
         serving = leases.serve(conn, worker.id, ["m"], {})
         claimed = leases.claim(conn, serving, limit=9)

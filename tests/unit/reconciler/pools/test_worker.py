@@ -168,7 +168,6 @@ def test_the_function_of_the_documentation_runs_in_a_worker(
     code = page.split("```python\n")[1].split("```")[0]
     assert len(code.split("\n")) <= 10
     command = re.search(r"^gpuaas jobs worker --model double=((\w+):\w+)$", page, re.MULTILINE)
-    assert command is not None
     (tmp_path / f"{command[2]}.py").write_text(code)
     workers.environment["PYTHONPATH"] = str(tmp_path)
     workers.start("--model", f"m={command[1]}", function="")

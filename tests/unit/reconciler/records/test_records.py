@@ -1,4 +1,4 @@
-"""Tokens, keys that repeat nothing, images, and logs that nobody can change."""
+"""Enrolment tokens, keys that repeat nothing, images, and logs that nobody can change."""
 
 from __future__ import annotations
 
@@ -13,31 +13,11 @@ from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.idempotency import Answer, Call, once
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import Role
 from reconciler.records import images, nodes, projects, tokens
 from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import Site, code
 
 ALICE = Act("admin:alice")
-
-
-@pytest.mark.covers("CTRL-10")
-def test_api_tokens(site: Site) -> None:
-    with transaction(site.engine) as conn:
-        record, secret = tokens.issue(
-            conn, site.act, role=Role.PROJECT_MEMBER, name="ci", project_id="p1"
-        )
-        assert record.hash == ""
-        caller = tokens.authenticate(conn, secret)
-        assert caller is not None
-        assert (caller.role, caller.project_id) == ("project-member", "p1")
-        assert tokens.authenticate(conn, secret + "x") is None
-        tokens.revoke(conn, record.id, site.act)
-        assert tokens.authenticate(conn, secret) is None
-        _, short = tokens.issue(conn, site.act, role=Role.NODE, name="x", ttl_s=-1)
-        assert tokens.authenticate(conn, short) is None
-        assert secret not in str(tokens.every(conn))
-        assert code(tokens.revoke, conn, "nothing", site.act) == "token_not_found"
 
 
 @pytest.mark.covers("P7")
@@ -57,22 +37,6 @@ def test_enrolment_token_is_used_once_by_its_node_in_time(site: Site) -> None:
         assert redeem(conn, "n1", newer, used_by={})
         _, late = tokens.issue_enrolment(conn, "n1", site.act, ttl_s=-1)
         assert code(redeem, conn, "n1", late, used_by={}) == "token_invalid"
-
-
-def test_certificates(site: Site) -> None:
-    with transaction(site.engine) as conn:
-        nodes.create(conn, site.act, id="n1")
-        tokens.record_certificate(
-            conn,
-            "n1",
-            site.act,
-            serial="1",
-            public_key="ssh-ed25519 AAAA",
-            certificate="ssh-ed25519-cert-v01@openssh.com AAAA",
-            principals=["n1"],
-            valid_until=clock.read(conn) + 60,
-        )
-        assert tokens.certificates(conn, "n1")[0].principals == ["n1"]
 
 
 @pytest.mark.covers("I21")

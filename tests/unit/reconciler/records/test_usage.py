@@ -29,6 +29,12 @@ def backdate(conn: sa.Connection, allocation_id: str, start: float, end: float |
     conn.execute(update.values(started_at=start, ended_at=end, end_state=state))
 
 
+def wipe(sold: Site, conn: sa.Connection, allocation_id: str) -> None:
+    """The release of an allocation ends with proof."""
+    proofs, absence = sold.proofs(conn, allocation_id), {"absent": True}
+    slices.release_succeeded(conn, allocation_id, sold.act, proofs=proofs, absence=absence)
+
+
 def counted(conn: sa.Connection, start: float, end: float) -> dict[str, int]:
     usage_rows = usage.every(conn, Period(start, end))
     return {row["allocation_id"]: row["counted_ms"] for row in usage_rows}
@@ -52,10 +58,7 @@ def test_from_active_to_the_request_of_its_release(sold: Site) -> None:
         assert (over["ended_at"], over["end_state"]) == (asked, "released")
         length = round(over["ended_at"] * 1000) - round(over["started_at"] * 1000)
         assert over["counted_ms"] == length
-        given = sold.proofs(conn, allocation_id)
-        slices.release_succeeded(
-            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
-        )
+        wipe(sold, conn, allocation_id)
         assert usage.every(conn, ALWAYS) == [over], "the wipe is the provider's"
 
 
@@ -101,10 +104,7 @@ def test_a_release_that_an_earlier_version_began_ends_as_it_was_asked(sold: Site
         launch.release(conn, allocation_id, sold.act)
         (over,) = usage.every(conn, ALWAYS)
         backdate(conn, allocation_id, over["started_at"], None)
-        given = sold.proofs(conn, allocation_id)
-        slices.release_succeeded(
-            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
-        )
+        wipe(sold, conn, allocation_id)
         assert usage.every(conn, ALWAYS) == [over]
 
 
@@ -146,7 +146,6 @@ def test_nobody_changes_what_was_sold(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn)
         launch.release(conn, allocation_id, sold.act)
-        given = sold.proofs(conn, allocation_id)
         statements = [
             sa.update(tables.usage).values(gpu_count=0),
             sa.update(tables.usage).values(started_at=0.0),
@@ -166,9 +165,7 @@ def test_nobody_changes_what_was_sold(sold: Site) -> None:
         else:
             with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"), conn.begin_nested():
                 conn.exec_driver_sql("TRUNCATE usage_records")
-        slices.release_succeeded(
-            conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
-        )
+        wipe(sold, conn, allocation_id)
         reopened = sa.update(tables.usage).values(ended_at=None, end_state="")
         with pytest.raises(sa.exc.DBAPIError, match="keeps what was sold"), conn.begin_nested():
             conn.execute(reopened)

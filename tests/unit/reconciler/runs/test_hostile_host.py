@@ -180,10 +180,7 @@ def _awx(pair: Pair, machine: Machine, run_id: str) -> Outcome:
     words = f'-o GlobalKnownHostsFile={known} -i {pair.login} "$@"'
     program.write_text(f"#!/bin/sh\nexec {shutil.which('ssh')} {words}\n")
     program.chmod(0o755)
-    environment = {
-        "ANSIBLE_INJECT_FACT_VARS": "True",
-        "PATH": f"{programs}:{SEARCH_PATH}",
-    }
+    environment = {"ANSIBLE_INJECT_FACT_VARS": "True", "PATH": f"{programs}:{SEARCH_PATH}"}
     site = dataclasses.replace(pair.site, ssh=None, environment=environment)
     variables = request.body(spec)["extra_vars"]
     return pair.run(site, dataclasses.replace(spec, variables=variables))
@@ -347,7 +344,7 @@ def test_a_slow_endless_answer_ends_with_the_deadline(pair: Pair) -> None:
     while (state := collect.observe(run_dir)).phase is Phase.ALIVE:
         limits |= {_data_limit(pid) for pid in lock.processes(run_dir)}
         time.sleep(0.1)
-    assert state.outcome is not None and state.outcome.status == "timeout"
+    assert state.outcome.status == "timeout"
     assert limits - {""} == {str(320 * 1024 * 1024)}, "each process of a run has a limit"
 
 

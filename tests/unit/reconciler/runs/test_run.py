@@ -39,8 +39,7 @@ def test_a_result_comes_back_and_nothing_in_it_was_run(
 
     outcome = collect.wait(run_dir, LIMIT_S).outcome
 
-    assert outcome is not None and outcome.ok, outcome
-    assert outcome.result is not None
+    assert outcome.ok, outcome
     assert outcome.result["evidence"] == {"word": word, "words": [word], "number": 7}
     assert not canary.exists()
     lines, offset = collect.progress(run_dir)
@@ -71,7 +70,6 @@ def test_a_refusal_comes_back_with_its_code(site: Site, spec: MakeSpec) -> None:
     outcome = collect.wait(launch(site, spec("run_refused")), LIMIT_S).outcome
     assert outcome is not None and not outcome.ok
     assert (outcome.status, outcome.problem, outcome.unreachable) == ("failed", "", False)
-    assert outcome.result is not None
     assert outcome.result["error"]["code"] == "stale_fence"
 
 
@@ -82,7 +80,6 @@ def test_an_unreachable_node(site: Site, spec: MakeSpec) -> None:
         node = NodeAccess("j27u15", "127.0.0.1", nobody.getsockname()[1])
         remote = dataclasses.replace(spec("run_remote"), node=node)
         outcome = collect.wait(launch(site, remote), LIMIT_S).outcome
-    assert outcome is not None
     assert (outcome.status, outcome.result) == ("failed", None)
     assert outcome.unreachable
     assert outcome.problem.startswith("unreachable: ") and "Connection refused" in outcome.problem
@@ -106,7 +103,7 @@ def test_ssh_that_ends_while_a_module_is_sent_still_says_why(
     outcome = collect.wait(
         launch(dataclasses.replace(site, environment=environment), remote), LIMIT_S
     ).outcome
-    assert outcome is not None and outcome.unreachable
+    assert outcome.unreachable
     assert "Broken pipe" not in outcome.problem and "Connection refused" in outcome.problem
     assert is_untouched(outcome)
 
@@ -117,7 +114,6 @@ def test_the_deadline_ends_a_run_and_all_it_started(
 ) -> None:
     run_dir = launch(site, spec("run_slow", deadline_s=4, began=str(tmp_path / "began")))
     outcome = collect.wait(run_dir, LIMIT_S).outcome
-    assert outcome is not None
     assert (outcome.status, outcome.result) == ("timeout", None)
     _nothing_runs(run_dir)
 
@@ -141,7 +137,7 @@ def test_launched_at_once_from_many_sides_it_runs_once_and_can_be_canceled(
     collect.cancel(run_dir)
 
     outcome = collect.wait(run_dir, LIMIT_S).outcome
-    assert outcome is not None and outcome.status == "canceled"
+    assert outcome.status == "canceled"
     _nothing_runs(run_dir)
     assert began.read_text() == "began\n"
     assert launch(site, slow) == run_dir, "a run that is over is not started again"
@@ -161,7 +157,6 @@ def test_a_killed_process_is_lost_and_ends_with_all_it_started(
     state = collect.observe(run_dir)
 
     assert state.phase is Phase.LOST
-    assert state.outcome is not None
     assert (state.outcome.status, state.outcome.result) == ("lost", None)
     assert list(lock.processes(run_dir)) == []
     launch(site, spec("run_slow", began=str(began)))
@@ -190,7 +185,7 @@ os.kill(os.getpid(), 9)
     assert collect.observe(run_dir).phase is Phase.ALIVE
     os.kill(_pid(run_dir), signal.SIGTERM)
     outcome = collect.wait(run_dir, LIMIT_S).outcome
-    assert outcome is not None and outcome.status == "canceled"
+    assert outcome.status == "canceled"
     assert began.read_text() == "began\n"
 
 
@@ -203,7 +198,6 @@ def test_canceled_before_it_began_it_never_begins(
     collect.cancel(run_dir)
     launch(site, spec("run_ok", word=""))
     outcome = collect.wait(run_dir, LIMIT_S).outcome
-    assert outcome is not None
     assert (outcome.status, outcome.problem) == ("canceled", "never_began")
 
 
@@ -224,5 +218,4 @@ def _nothing_runs(run_dir: Path) -> None:
 
 def _pid(run_dir: Path) -> int:
     began = read_json(RunPaths(run_dir).process)
-    assert began is not None
     return int(began["pid"])

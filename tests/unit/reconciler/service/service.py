@@ -51,13 +51,11 @@ class Forge:
         """
         request = {"words": words, "environment": {**os.environ, **environment}}
         files = {"log": log, "output": output or log, "status": status}
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps(request | files, default=str)}\n")
         self._process.stdin.flush()
         return int(self._line())
 
     def _line(self) -> str:
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
 

@@ -97,7 +97,7 @@ def test_a_run_whose_files_have_no_room_is_not_begun(tmp_path: Path) -> None:
             launch(site, spec())
     # Half a folder is in nobody's way once there is room.
     outcome = collect.wait(launch(site, spec()), LIMIT_S).outcome
-    assert outcome is not None and outcome.ok
+    assert outcome.ok
 
 
 @pytest.mark.covers("CTRL-8", "CTRL-9")

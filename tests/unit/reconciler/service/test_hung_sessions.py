@@ -22,13 +22,7 @@ import sqlalchemy as sa
 
 from reconciler.db import journal, leader, postgresql
 from reconciler.db import schema as tables
-from reconciler.db.engine import (
-    open_engine,
-    reading,
-    retrying,
-    transaction,
-    without_limits,
-)
+from reconciler.db.engine import open_engine, reading, retrying, transaction, without_limits
 from reconciler.db.leader import LOOPS
 from reconciler.db.schema import Task
 from reconciler.model.states import Role, TaskKind, TaskState
@@ -249,7 +243,7 @@ def test_a_leader_whose_loops_hang_gives_up_and_comes_back(
         until(lambda: roles() == {LOOPS: 1})
         with reading(engine) as conn:
             row = leader.read(conn, LOOPS)
-        assert row is not None and row["holder"] == second[1].id
+        assert row["holder"] == second[1].id
         go_on.set()
         until(first[0].turning)
         second[0].stop()

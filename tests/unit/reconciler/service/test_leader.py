@@ -74,13 +74,13 @@ def test_one_leads_until_its_lease_ends_or_it_resigns(
         assert campaign(conn, LOOPS, "a", 30) == leading
         resign(conn, leading)
         follower = campaign(conn, LOOPS, "b", 30)
-        assert follower is not None and follower.epoch == leading.epoch + 1
+        assert follower.epoch == leading.epoch + 1
         # Giving up what is no longer one's own takes nothing from the other.
         resign(conn, leading)
         assert campaign(conn, LOOPS, "a", 30) is None
         _expire(conn)
         again = campaign(conn, LOOPS, "b", 30)
-        assert again is not None and again.epoch == follower.epoch + 1
+        assert again.epoch == follower.epoch + 1
 
 
 @pytest.mark.covers("I9", "I22")
@@ -171,7 +171,7 @@ def test_a_single_leader_that_is_released_leads_again(engine: sa.Engine) -> None
         _expire(conn)
     alone._beat()
     lease = alone.lease()
-    assert lease is not None and lease.epoch == 2
+    assert lease.epoch == 2
 
 
 @pytest.mark.covers("I9", "I22")

@@ -191,5 +191,5 @@ def _kept(engine: sa.Engine, service: Service, promised: set[str]) -> None:
     # Each run began once, whichever of the two had its task; and both had some.
     assert service.began() == {run: 1 for run, _ in done}
     assert len({runner for _, runner in done}) == len(LIVES)
-    assert leads is not None and leads["live"], "one of the two leads again"
+    assert leads["live"], "one of the two leads again"
     assert "correlation_id=corr-1 task_id=" in service.log()

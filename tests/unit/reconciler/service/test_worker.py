@@ -143,8 +143,11 @@ def test_a_run_that_nobody_wants_is_told_where_its_folder_is(
         queue.cancel(conn, task.id, ADMIN)
     worker._end_unwanted_runs()
     assert (run / "cancel").exists()
+    (run / "cancel").unlink()
+    (run / "cancel").mkdir()
+    worker._end_unwanted_runs()  # Of one that cannot be told, the worker goes on to its tasks.
+    (run / "cancel").rmdir()
     with transaction(sold.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(runner="another"))
-    (run / "cancel").unlink()
     worker._end_unwanted_runs()
     assert not (run / "cancel").exists()

@@ -21,6 +21,7 @@ from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.whole_machines import Machines
 
 Attend = Callable[[], Task]
 READINESS = {
@@ -82,6 +83,42 @@ def attend_next(engine: sa.Engine, settings: Settings, *kinds: TaskKind) -> Task
     worker.attend(engine, settings, task, threading.Event())
     with transaction(engine) as conn:
         return queue.get(conn, task.id)
+
+
+def attending(engine: sa.Engine, settings: Settings, runs: Runs, *kinds: TaskKind) -> Attend:
+    """Each call brings the next task of these kinds to its end, with a run of its own."""
+
+    def attend() -> Task:
+        runs.alive = False
+        return attend_next(engine, settings, *kinds)
+
+    return attend
+
+
+def canceled_at_launch(engine: sa.Engine, runs: Runs) -> Callable[[object, RunSpec], Path]:
+    """A launch of the only task, which is canceled at that moment."""
+
+    def launch(site: object, spec: RunSpec) -> Path:
+        with transaction(engine) as conn:
+            (task,) = queue.every(conn)
+            queue.cancel(conn, task.id, ADMIN)
+        return runs.launch(site, spec)
+
+    return launch
+
+
+@pytest.fixture
+def machines(site: Site) -> Machines:
+    """A site with a whole machine."""
+    made = Machines(site)
+    made.machine(profile="lab")
+    return made
+
+
+def statuses(sold: Site) -> list[str]:
+    """The states of the slots of n1, sorted."""
+    with transaction(sold.engine) as conn:
+        return sorted(sold.statuses(conn))
 
 
 @pytest.fixture

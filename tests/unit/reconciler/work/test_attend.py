@@ -29,7 +29,7 @@ from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.api.test_stream import sent
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.conftest import READINESS, Runs, launched
+from tests.unit.reconciler.work.conftest import READINESS, Runs, launched, statuses
 
 
 @pytest.mark.covers("CTRL-9")
@@ -152,8 +152,7 @@ def test_a_restarted_host_that_does_not_say_what_it_wrote_keeps_the_slot_blocked
     launched(sold)
     runs.ends("failed", step="Clone the image", error=BOOT_CHANGED, evidence={})
     attend()
-    with transaction(sold.engine) as conn:
-        assert sorted(sold.statuses(conn)) == ["cleanup_blocked", "disabled"]
+    assert statuses(sold) == ["cleanup_blocked", "disabled"]
 
 
 @pytest.mark.covers("I16")
@@ -165,8 +164,7 @@ def test_no_run_is_started_on_a_host_known_to_have_restarted(
         host.observed(conn, "n1", ADMIN, identity=restarted(sold))
     assert attend().error["code"] == "boot_changed"
     assert runs.launched == []
-    with transaction(sold.engine) as conn:
-        assert sold.statuses(conn) == ["disabled", "disabled"]
+    assert statuses(sold) == ["disabled", "disabled"]
 
 
 def test_an_old_run_does_not_unsettle_a_host_that_was_proven_since(
@@ -196,8 +194,7 @@ def test_an_unknown_end_never_frees_a_slot(
     launched(sold)
     runs.ends(status)
     attend()
-    with transaction(sold.engine) as conn:
-        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
+    assert statuses(sold) == ["available", "cleanup_blocked"]
 
 
 def test_a_run_that_could_not_start_gives_the_slot_back(
@@ -210,8 +207,7 @@ def test_a_run_that_could_not_start_gives_the_slot_back(
 
     monkeypatch.setattr(worker, "launch", refuse)
     assert attend().error["code"] == "variables_invalid"
-    with transaction(sold.engine) as conn:
-        assert sold.statuses(conn) == ["available", "available"]
+    assert statuses(sold) == ["available", "available"]
 
 
 @pytest.mark.covers("CTRL-9")
@@ -241,8 +237,7 @@ def test_a_host_success_that_the_records_refuse_is_a_failure(
     )
     ended = attend()
     assert (ended.state, ended.error["code"]) == ("failed", "proof_mismatch")
-    with transaction(sold.engine) as conn:
-        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
+    assert statuses(sold) == ["available", "cleanup_blocked"]
 
 
 @pytest.mark.covers("CTRL-9")
@@ -276,8 +271,7 @@ def test_a_wipe_frees_only_the_slots_it_was_given(
         proofs = sold.proofs(conn, other)
     runs.ends(evidence={"proofs": proofs, "absence": {"absent": True, "checks": {}}})
     assert attend().error["code"] == "proof_missing"
-    with transaction(sold.engine) as conn:
-        assert sold.statuses(conn) == ["cleanup_blocked", "cleanup_blocked"]
+    assert statuses(sold) == ["cleanup_blocked", "cleanup_blocked"]
 
 
 @pytest.mark.covers("CTRL-7")
@@ -314,8 +308,7 @@ def test_a_result_that_cannot_be_read_is_unknown_and_ends_the_task(
     launched(sold)
     runs.ends(evidence={"nothing": "that provisioning knows"})
     assert attend().error["code"] == "outcome_unreadable"
-    with transaction(sold.engine) as conn:
-        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
+    assert statuses(sold) == ["available", "cleanup_blocked"]
 
 
 @pytest.mark.covers("I12")

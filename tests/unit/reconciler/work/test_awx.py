@@ -27,15 +27,10 @@ from reconciler.work import worker
 from tests.standin.awx import REAPED_AT_START, REAPED_BY_PEER
 from tests.standin.controller import TOKEN, Controller, standing
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.work.conftest import READINESS
 
 pytestmark = pytest.mark.covers("CTRL-9")
 
-READINESS = {
-    "mac": "52:54:00:64:00:0a",
-    "expected_ip": "10.100.0.10",
-    "actual_ip": "10.100.0.10",
-    "lease_state": "bound",
-}
 EVIDENCE = {
     "plan": {},
     "image": {"digest": f"sha256:{'a' * 64}"},

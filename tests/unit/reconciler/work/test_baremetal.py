@@ -23,18 +23,10 @@ from reconciler.runs import contract
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import HANDLERS
-from tests.unit.reconciler.conftest import Site
 from tests.unit.reconciler.whole_machines import BEFORE, Machines
 
 PROFILES = Path(__file__).parents[4] / "profiles"
 RESULT = {"account": {"username": "alice", "uid": 59000}, "proofs": {}, "baseline": BEFORE}
-
-
-@pytest.fixture
-def machines(site: Site) -> Machines:
-    made = Machines(site)
-    made.machine(profile="lab")
-    return made
 
 
 def work(conn: sa.Connection, task: Task) -> Work:

@@ -26,7 +26,7 @@ from reconciler.work import loops
 from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.holdings import Holdings, nothing, put, tenant
-from tests.unit.reconciler.work.conftest import Attend, Runs
+from tests.unit.reconciler.work.conftest import Attend, Runs, statuses
 from tests.unit.reconciler.work.test_unreachable import SILENT
 
 pytestmark = pytest.mark.covers("CTRL-8", "I14")
@@ -159,8 +159,7 @@ def test_a_wrong_clock_is_named_and_closes_nothing(
     # A busy machine takes some seconds in between.
     match = re.search(rf"([0-9]+) s {word}", difference["found"])
     assert match and abs(int(match[1]) - 7200) < 60
-    with transaction(sold.engine) as conn:
-        assert sold.statuses(conn) == ["available", "available"]
+    assert statuses(sold) == ["available", "available"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from sqlalchemy import Connection
 
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import Task
 from reconciler.lifecycle import (
     host,
     invariants,
@@ -76,6 +77,30 @@ def answered(playbook: str, evidence: object) -> Outcome:
     recorder.artifacts = {"slice_result": {**result, "evidence": evidence}}
     verdict = judge(recorder, "successful", 0, 1.0)
     return Outcome(verdict["status"], verdict["result"], verdict.get("problem", ""))
+
+
+def failed(evidence: dict[str, Any], **error: str) -> Outcome:
+    error = {"code": "x", "expected": "x", "found": "x", "remedy": "x"} | error
+    return Outcome("failed", {"step": "s", "ok": False, "error": error, "evidence": evidence})
+
+
+def asked(conn: Connection, kind: TaskKind) -> Task:
+    """A task of n1 that a worker has begun."""
+    nodes.change(conn, "n1", ADMIN, profile="lab")
+    queue.enqueue(conn, queue.Enqueue(kind, "n1"), ADMIN)
+    (task,) = leasing.lease(conn, "worker", kinds=[kind])
+    return task
+
+
+def ended(sold: Site, folder: Path, task: Task, outcome: Outcome) -> Task:
+    """The task after its run."""
+    settle(sold.engine, Settings(state_dir=folder), HANDLERS[task.kind], task, outcome)
+    with reading(sold.engine) as conn:
+        return queue.get(conn, task.id)
+
+
+def reported(sold: Site, folder: Path, task: Task, evidence: object) -> Task:
+    return ended(sold, folder, task, answered(HANDLERS[task.kind].playbook, evidence))
 
 
 def parity(sold: Site) -> dict[str, Any]:
@@ -218,7 +243,7 @@ def test_no_other_report_of_another_form_stops_or_frees_anything(
     tmp_path: Path,
     prepare: Callable[[Site, Connection], dict[str, Any]],
 ) -> None:
-    settings, chosen = Settings(state_dir=tmp_path), random.Random(prepare.__name__)  # noqa: S311
+    chosen = random.Random(prepare.__name__)  # noqa: S311
     # The first report is the good one.
     path: Path_ | None = None
     for number in range(14):
@@ -232,17 +257,15 @@ def test_no_other_report_of_another_form_stops_or_frees_anything(
         path = chosen.choice(list(places(good))[1:]) if number > len(UNKNOWN) else None
         report = replaced(good, path, chosen.choice(VALUES)) if path else good
         unknown = UNKNOWN[number - 1] if 0 < number <= len(UNKNOWN) else {}
-        handler = HANDLERS[task.kind]
-        settle(sold.engine, settings, handler, task, answered(handler.playbook, report | unknown))
+        done = reported(sold, tmp_path, task, report | unknown)
+        if path:
+            assert done.state in ("succeeded", "failed"), (path, report)
+            assert done.state == "succeeded" or done.error["code"], (path, done.error)
+        elif unknown:
+            assert done.error["code"] == "result_invalid", unknown
+        else:
+            assert done.state == "succeeded", done.error
         with reading(sold.engine) as conn:
-            done = queue.get(conn, task.id)
-            if path:
-                assert done.state in ("succeeded", "failed"), (path, report)
-                assert done.state == "succeeded" or done.error["code"], (path, done.error)
-            elif unknown:
-                assert done.error["code"] == "result_invalid", unknown
-            else:
-                assert done.state == "succeeded", done.error
             assert invariants.check(conn) == [], (path, report)
 
 
@@ -251,16 +274,13 @@ def test_no_host_speaks_for_the_disk_of_another(sold: Site, tmp_path: Path) -> N
     """A takeover that names the disk of another host's slot, which is disabled."""
     sold.node("n2", (0,), 2)
     with transaction(sold.engine) as conn:
-        nodes.change(conn, "n1", ADMIN, profile="lab")
         slot_life.disable(conn, slots.of_node(conn, "n2")[0].id, ADMIN)
         (slot,) = slots.of_node(conn, "n2")
-        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_STORAGE_TRANSITION, "n1"), ADMIN)
-        (task,) = leasing.lease(conn, "worker")
+        task = asked(conn, TaskKind.NODE_STORAGE_TRANSITION)
     proof = {"disk": slot.nvme_identity, "verified": True, "method": "discard"}
-    outcome = answered("transition_storage", {"devices": [{"proof": proof}], "manifest": "m"})
-    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, outcome)
+    done = reported(sold, tmp_path, task, {"devices": [{"proof": proof}], "manifest": "m"})
+    assert done.error["code"] == "disk_in_use"
     with reading(sold.engine) as conn:
-        assert queue.get(conn, task.id).error["code"] == "disk_in_use"
         assert slots.of_node(conn, "n2") == [slot]
         known = wipes.proofs_of_disk(conn, slot.nvme_identity)
         assert {proof.node_id for proof in known} == {"n2"}
@@ -275,24 +295,18 @@ REPORTS: dict[TaskKind, Callable[[Site], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", REPORTS)
 def test_a_report_of_another_form_ends_its_task(sold: Site, tmp_path: Path, kind: TaskKind) -> None:
-    settings, good = Settings(state_dir=tmp_path), REPORTS[kind](sold)
-    with transaction(sold.engine) as conn:
-        nodes.change(conn, "n1", ADMIN, profile="lab")
-    chosen = random.Random(2026)  # noqa: S311
+    good, chosen = REPORTS[kind](sold), random.Random(2026)  # noqa: S311
     states = set()
     every = list(places(good))
     for path in ((), *chosen.sample(every, min(40, len(every)))):
         report = replaced(good, path, chosen.choice(VALUES)) if path else good
         with transaction(sold.engine) as conn:
-            queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
-            (task,) = leasing.lease(conn, "worker")
-        outcome = answered(HANDLERS[kind].playbook, report)
-        settle(sold.engine, settings, HANDLERS[kind], task, outcome)
+            task = asked(conn, kind)
+        done = reported(sold, tmp_path, task, report)
+        assert done.state in ("succeeded", "failed"), path
+        assert done.state == "succeeded" or done.error["code"], path
+        states.add(done.state)
         with reading(sold.engine) as conn:
-            done = queue.get(conn, task.id)
-            assert done.state in ("succeeded", "failed"), path
-            assert done.state == "succeeded" or done.error["code"], path
-            states.add(done.state)
             assert invariants.check(conn) == [], path
             stored = reports.latest_discovery(conn, "n1")
             assert stored is not None
@@ -310,28 +324,20 @@ def test_no_count_of_a_host_fails_a_launch_or_raises_its_price(
     machines.machine(profile="lab")
     document = on_either.document(1)
     document["candidate_summary"]["gpu_devices"] = count
-    handler = HANDLERS[TaskKind.SLICE_TOPOLOGY_DISCOVER]
     with transaction(machines.engine) as conn:
         queue.enqueue(conn, queue.Enqueue(TaskKind.SLICE_TOPOLOGY_DISCOVER, "m1"), ADMIN)
         (task,) = leasing.lease(conn, "worker")
-    outcome = answered(handler.playbook, {"discovery": document})
-    settle(machines.engine, Settings(state_dir=tmp_path), handler, task, outcome)
+    done = reported(on_either, tmp_path, task, {"discovery": document})
+    assert done.state in ("succeeded", "failed")
     with transaction(machines.engine) as conn:
-        assert queue.get(conn, task.id).state in ("succeeded", "failed")
         assert machines.launch(conn).gpu_count == 4
 
 
 def test_a_failure_leaves_no_megabytes_with_its_task(sold: Site, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
-        nodes.change(conn, "n1", ADMIN, profile="lab")
-        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1"), ADMIN)
-        (task,) = leasing.lease(conn, "worker")
-    error = {"code": "x", "expected": "x", "found": "the cause", "remedy": "x"}
-    evidence = {"unrepaired": ["x" * 2_000_000]}
-    ended = Outcome("failed", {"step": "s", "error": error, "evidence": evidence})
-    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, ended)
-    with reading(sold.engine) as conn:
-        kept = queue.get(conn, task.id).error
+        task = asked(conn, TaskKind.NODE_PARITY)
+    outcome = failed({"unrepaired": ["x" * 2_000_000]}, found="the cause")
+    kept = ended(sold, tmp_path, task, outcome).error
     assert kept["found"] == "the cause" and "bytes" in kept["evidence"]["left_out"]
     assert len(json.dumps(kept)) < 1000
 
@@ -344,19 +350,14 @@ def test_comparisons_leave_no_megabytes_for_ever(
     for number in range(3):
         report = {"holdings": holdings.nothing(), "identity": sold.document(0)["identity"]}
         with transaction(sold.engine) as conn:
-            nodes.change(conn, "n1", ADMIN, profile="lab")
             slot = slots.of_node(conn, "n1")[0].id
-            kind = TaskKind.SLICE_DRIFT_RECONCILE
-            queue.enqueue(conn, queue.Enqueue(kind, "n1"), ADMIN)
-            (task,) = leasing.lease(conn, "worker", kinds=[kind])
+            task = asked(conn, TaskKind.SLICE_DRIFT_RECONCILE)
         for fault in range(1000):
             texts = {"code": f"fault_{fault}", "expected": "x" * 50, "found": f"{number}" * 250}
             holdings.put(report["holdings"], "devices", slot_id=slot, **texts)
-        handler = HANDLERS[task.kind]
-        settings = Settings(state_dir=tmp_path)
-        settle(sold.engine, settings, handler, task, answered(handler.playbook, report))
+        reported(sold, tmp_path, task, report)
     with reading(sold.engine) as conn:
-        done = queue.every(conn, node_id="n1", kind=kind)
+        done = queue.every(conn, node_id="n1", kind=task.kind)
         lists = [len(task.result.get("differences", [])) for task in done]
         changes = conn.execute(sa.select(tables.history.c.evidence)).scalars().all()
         counted = done[-1].result["counts"]["differences"]
@@ -385,14 +386,8 @@ def test_blockers_leave_no_megabytes_for_ever(
             (TaskKind.NODE_PARITY, passed),
         ):
             with transaction(sold.engine) as conn:
-                nodes.change(conn, "n1", ADMIN, profile="lab")
-                queue.enqueue(conn, queue.Enqueue(kind, "n1"), ADMIN)
-                (task,) = leasing.lease(conn, "worker", kinds=[kind])
-            handler = HANDLERS[kind]
-            outcome = answered(handler.playbook, report)
-            settle(sold.engine, Settings(state_dir=tmp_path), handler, task, outcome)
-            with reading(sold.engine) as conn:
-                assert queue.get(conn, task.id).state == "succeeded"
+                task = asked(conn, kind)
+            assert reported(sold, tmp_path, task, report).state == "succeeded"
         with reading(sold.engine) as conn:
             on_sale = [slot.status == "available" for slot in slots.of_node(conn, "n1")]
         assert on_sale == [not many] * 2
@@ -412,11 +407,6 @@ def stored(conn: Connection) -> int:
     )
 
 
-def failed(evidence: dict[str, Any], **error: str) -> Outcome:
-    error = {"code": "x", "expected": "x", "found": "x", "remedy": "x"} | error
-    return Outcome("failed", {"step": "s", "ok": False, "error": error, "evidence": evidence})
-
-
 @pytest.mark.parametrize(("checks", "rows"), [(64, 61), (24, 20)])
 def test_a_release_without_proof_leaves_no_megabytes(
     sold: Site, tmp_path: Path, checks: int, rows: int
@@ -430,10 +420,7 @@ def test_a_release_without_proof_leaves_no_megabytes(
         before = stored(conn)
     filled = {f"check_{number}": check for number in range(checks)}
     report["absence"] = {"absent": False, "checks": filled}
-    handler = HANDLERS[task.kind]
-    settle(
-        sold.engine, Settings(state_dir=tmp_path), handler, task, answered(handler.playbook, report)
-    )
+    reported(sold, tmp_path, task, report)
     with transaction(sold.engine) as conn:
         (slot,) = recovery.blocked(conn)
         assert slot.health_detail["code"] in ("absence_unproven", "result_invalid")
@@ -455,10 +442,8 @@ def test_a_launch_that_fails_leaves_no_megabytes(
         before = stored(conn)
     evidence = {"disk_written": False, "leftovers": False, "plan": {"x": "x" * 250_000}}
     text = dict.fromkeys(("found", "expected", "remedy"), "y" * 16_384)
-    outcome = failed(evidence, **text)
-    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, outcome)
+    assert ended(sold, tmp_path, task, failed(evidence, **text)).error["code"] == "x"
     with reading(sold.engine) as conn:
-        assert queue.get(conn, task.id).error["code"] == "x"
         assert stored(conn) - before < 65_536
         kept = {"disk_written": False, "leftovers": False}
         ours = [row for row in conn.execute(sa.select(tables.proofs)) if row.kind == "untouched"]
@@ -473,8 +458,7 @@ def test_a_machine_that_is_not_clean_leaves_no_megabytes(sold: Site, tmp_path: P
         (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.BAREMETAL_RELEASE])
         before = stored(conn)
     evidence = {"drift": ["x" * 4096] * 1000}
-    outcome = failed(evidence, found="y" * 65_536)
-    settle(sold.engine, Settings(state_dir=tmp_path), HANDLERS[task.kind], task, outcome)
+    ended(sold, tmp_path, task, failed(evidence, found="y" * 65_536))
     with reading(sold.engine) as conn:
         assert nodes.get(conn, "m1").unclean_allocation_id
         assert stored(conn) - before < 65_536
@@ -489,13 +473,10 @@ def test_a_machine_that_is_clean_leaves_no_megabytes(sold: Site, tmp_path: Path)
         before = stored(conn)
     row = {"section": "keys", "name": "x" * 4000, "change": "changed", "access": False}
     report["drift"] = [row] * 900
-    handler = HANDLERS[task.kind]
-    outcome = answered(handler.playbook, report)
-    settle(sold.engine, Settings(state_dir=tmp_path), handler, task, outcome)
+    done = reported(sold, tmp_path, task, report)
+    assert done.state == "succeeded", done.error
+    assert done.result["counts"]["drift"] == 900
     with reading(sold.engine) as conn:
-        done = queue.get(conn, task.id)
-        assert done.state == "succeeded", done.error
-        assert done.result["counts"]["drift"] == 900
         assert stored(conn) - before < 65_536
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock, journal
+from reconciler.db import clock, journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.db.schema import IngressRule, Task
+from reconciler.db.schema import IngressRule
 from reconciler.lifecycle import drift, host, ingress, launch, recovery, slices
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
@@ -21,7 +21,7 @@ from reconciler.settings import Settings
 from reconciler.work import loops
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.holdings import nothing, put, tenant
-from tests.unit.reconciler.work.conftest import Attend, Runs, attend_next
+from tests.unit.reconciler.work.conftest import Attend, Runs, attending
 from tests.unit.reconciler.work.test_unreachable import SILENT
 
 pytestmark = pytest.mark.covers("SLICE-9")
@@ -48,25 +48,24 @@ def allocation(sold: Site) -> str:
 @pytest.fixture
 def attend(sold: Site, settings: Settings, runs: Runs) -> Attend:
     """Lease the next task of a rule and bring it to its end."""
-
-    def one() -> Task:
-        runs.alive = False
-        return attend_next(sold.engine, settings, KIND)
-
-    return one
+    return attending(sold.engine, settings, runs, KIND)
 
 
-def request(site: Site, allocation: str, port: int = 443, life_s: float = 3600) -> str:
+def _request(conn: sa.Connection, allocation: str, port: int) -> str:
+    wish = ingress.NewRule(
+        protocol="tcp",
+        public_address=ADDRESS,
+        public_port=port,
+        guest_port=8443,
+        sources=["198.51.100.0/24"],
+        expires_at=clock.read(conn) + 3600,
+    )
+    return ingress.request(conn, "p1", allocation, wish, ADMIN, site={ADDRESS}).id
+
+
+def request(site: Site, allocation: str, port: int = 443) -> str:
     with transaction(site.engine) as conn:
-        wish = ingress.NewRule(
-            protocol="tcp",
-            public_address=ADDRESS,
-            public_port=port,
-            guest_port=8443,
-            sources=["198.51.100.0/24"],
-            expires_at=clock.read(conn) + life_s,
-        )
-        return ingress.request(conn, "p1", allocation, wish, ADMIN, site={ADDRESS}).id
+        return _request(conn, allocation, port)
 
 
 def applied(site: Site, allocation: str, runs: Runs, attend: Attend, port: int = 443) -> str:
@@ -84,23 +83,13 @@ def remove(site: Site, rule_id: str) -> None:
 
 def state(site: Site, rule_id: str) -> str:
     with transaction(site.engine) as conn:
-        return ingress.get(conn, "p1", _allocation_of(conn, rule_id), rule_id).state
+        return rows.get(conn, IngressRule, rule_id).state
 
 
-def _allocation_of(conn: sa.Connection, rule_id: str) -> str:
-    table = tables.ingress_rules
-    query = sa.select(table.c.allocation_id).where(table.c.id == rule_id)
-    return str(conn.execute(query).scalar_one())
-
-
-def port_is_taken(site: Site, allocation: str, port: int = 443) -> bool:
+def port_is_taken(site: Site, allocation: str) -> bool:
     try:
         with transaction(site.engine) as conn:
-            wish = ingress.NewRule(
-                protocol="tcp", public_address=ADDRESS, public_port=port, guest_port=1,
-                sources=["0.0.0.0/0"], expires_at=clock.read(conn) + 60,
-            )  # fmt: skip
-            ingress.request(conn, "p1", allocation, wish, ADMIN, site={ADDRESS})
+            _request(conn, allocation, 443)
             raise Problem("undo", expected="", found="", remedy="")
     except Problem as problem:
         return problem.code == "ingress_port_in_use"

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.db.schema import AppOperation, Task
+from reconciler.db.schema import AppOperation
 from reconciler.lifecycle import app_operations, apps, launch
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, queue
@@ -19,22 +19,15 @@ from reconciler.runs import contract
 from reconciler.settings import Settings
 from reconciler.work import loops, worker
 from reconciler.work.loops import LOOPS
-from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.conftest import ADMIN
 from tests.unit.reconciler.lifecycle.test_apps import ERROR, KEY
 from tests.unit.reconciler.whole_machines import Machines
-from tests.unit.reconciler.work.conftest import Attend, Runs, attend_next
+from tests.unit.reconciler.work.conftest import Attend, Runs, attending
 from tests.unit.reconciler.work.test_unreachable import SILENT
 
 pytestmark = pytest.mark.covers("APP-4")
 
 KIND = TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY
-
-
-@pytest.fixture
-def machines(site: Site) -> Machines:
-    made = Machines(site)
-    made.machine(profile="lab")
-    return made
 
 
 @pytest.fixture
@@ -51,12 +44,7 @@ def instance(machines: Machines) -> tuple[str, str]:
 @pytest.fixture
 def attend(machines: Machines, settings: Settings, runs: Runs) -> Attend:
     """Lease the next task of a key and bring it to its end."""
-
-    def one() -> Task:
-        runs.alive = False
-        return attend_next(machines.engine, settings, KIND)
-
-    return one
+    return attending(machines.engine, settings, runs, KIND)
 
 
 def answers(runs: Runs, *, present: bool = True) -> None:

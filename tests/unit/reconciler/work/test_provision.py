@@ -20,7 +20,7 @@ from reconciler.runs import contract
 from reconciler.settings import Settings
 from reconciler.work.kinds import slices as slice_kinds
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.conftest import READINESS, Attend, Runs, attend_next
+from tests.unit.reconciler.work.conftest import READINESS, Attend, Runs, attend_next, statuses
 
 PROFILES = Path(__file__).parents[4] / "profiles"
 
@@ -156,6 +156,25 @@ def test_a_launch_gives_its_host_the_partition(sold: Site, runs: Runs, tmp_path:
     files = spec.variables["slice_seed"]["user_data"]["write_files"]
     assert [file["path"] for file in files if "nvlink" in file["path"]] == []
     contract.check_vars("provision_slice", spec.variables)
+
+
+def test_a_run_for_which_the_profile_lacks_a_value_fails_by_name(
+    sold: Site, runs: Runs, tmp_path: Path
+) -> None:
+    """A worker that left the task would come back to it for an hour."""
+    (tmp_path / "profiles").mkdir()
+    profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
+    del profile["deadlines"]["ready"]
+    (tmp_path / "profiles" / "lab.yml").write_text(yaml.safe_dump(profile))
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        sold.allocate(conn)
+    settings = Settings(state_dir=tmp_path, profiles_dir=tmp_path / "profiles")
+    ended = attend_next(sold.engine, settings)
+    assert (ended.state, ended.error["code"]) == ("failed", "variables_invalid")
+    assert ended.error["found"] == "KeyError: 'ready'"
+    assert runs.launched == []
+    assert statuses(sold) == ["available", "available"]
 
 
 @pytest.mark.covers("P13")

@@ -22,7 +22,7 @@ from reconciler.trust.certificates import read_certificate
 from reconciler.work import loops
 from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.conftest import Attend, Runs, launched
+from tests.unit.reconciler.work.conftest import Attend, Runs, launched, statuses
 from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, attend
 
 pytestmark = pytest.mark.covers("HOST-13")
@@ -161,8 +161,7 @@ def test_a_host_that_is_refused_because_its_certificate_ended_meanwhile(
     ended = attend()
     assert ended.error["code"] == "host_certificate_expired"
     assert STRANGER in ended.error["found"]
-    with transaction(sold.engine) as conn:
-        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
+    assert statuses(sold) == ["available", "cleanup_blocked"]
 
 
 def test_a_task_that_waits_for_a_lost_host_says_that_its_certificate_has_ended(

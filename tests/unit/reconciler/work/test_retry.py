@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -15,8 +14,9 @@ from reconciler.lifecycle import host
 from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue, timeline
 from reconciler.runs.collect import Outcome
+from reconciler.work import worker
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.conftest import Attend, Runs
+from tests.unit.reconciler.work.conftest import Attend, Runs, canceled_at_launch
 from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, attend
 
 __all__ = ["attend"]
@@ -157,15 +157,7 @@ def test_what_nobody_wants_any_more_is_not_tried_again(
 ) -> None:
     wanted(sold)
     runs.outcome = KILLED
-    launch = runs.launch
-
-    def canceled_meanwhile(site: object, spec: Any) -> Any:
-        with transaction(sold.engine) as conn:
-            (task,) = queue.every(conn)
-            queue.cancel(conn, task.id, ADMIN)
-        return launch(site, spec)
-
-    monkeypatch.setattr("reconciler.work.worker.launch", canceled_meanwhile)
+    monkeypatch.setattr(worker, "launch", canceled_at_launch(sold.engine, runs))
     assert attend().state == "lost"
 
 

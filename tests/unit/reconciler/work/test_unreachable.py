@@ -6,7 +6,6 @@ import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -14,7 +13,6 @@ import sqlalchemy as sa
 from reconciler.db import journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.db.schema import Task
 from reconciler.lifecycle import host
 from reconciler.lifecycle import launch as launching
 from reconciler.model.states import TaskKind
@@ -28,7 +26,15 @@ from reconciler.work import watch, worker
 from reconciler.work.watch import FIRST_S, FORGET_S, Watch
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.service import until
-from tests.unit.reconciler.work.conftest import READINESS, Attend, Runs, attend_next, launched
+from tests.unit.reconciler.work.conftest import (
+    READINESS,
+    Attend,
+    Runs,
+    attending,
+    canceled_at_launch,
+    launched,
+    statuses,
+)
 
 pytestmark = pytest.mark.covers("CTRL-8", "I13")
 
@@ -42,12 +48,7 @@ def attend(sold: Site, settings: Settings, runs: Runs) -> Attend:
     """Lease the next task and attend it, with the scripted outcome."""
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
-
-    def one() -> Task:
-        runs.alive = False
-        return attend_next(sold.engine, settings)
-
-    return one
+    return attending(sold.engine, settings, runs)
 
 
 def state(sold: Site) -> str:
@@ -143,8 +144,7 @@ def test_a_refusal_and_a_lost_connection_end_the_task_at_once(
     assert (ended.state, ended.error["code"]) == ("failed", "host_unreachable")
     assert ended.error["found"] == outcome.problem
     assert state(sold) == node
-    with transaction(sold.engine) as conn:
-        assert sorted(sold.statuses(conn)) == ["available", "cleanup_blocked"]
+    assert statuses(sold) == ["available", "cleanup_blocked"]
 
 
 def test_a_node_that_never_enrolled_is_asked_again_ever_more_rarely(
@@ -166,20 +166,23 @@ def test_a_node_that_never_enrolled_is_asked_again_ever_more_rarely(
 
 
 def test_a_task_that_nobody_wants_any_more_does_not_wait(
-    sold: Site, runs: Runs, attend: Attend
+    sold: Site, runs: Runs, attend: Attend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(sold)
     runs.outcome = SILENT
-    launch = runs.launch
-
-    def canceled_meanwhile(site: object, spec: Any) -> Path:
-        with transaction(sold.engine) as conn:
-            (task,) = queue.every(conn)
-            queue.cancel(conn, task.id, ADMIN)
-        return launch(site, spec)
-
-    worker.launch = canceled_meanwhile  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker, "launch", canceled_at_launch(sold.engine, runs))
     assert attend().state == "failed"
+
+
+def watch_of(site: Site, now: list[float]) -> Watch:
+    unused = Path("unused")
+    return Watch(site.engine, lambda: SshAccess(unused, unused, unused), clock=lambda: now[0])
+
+
+def lose(site: Site, *node_ids: str) -> None:
+    for node_id in node_ids:
+        with transaction(site.engine) as conn:
+            host.record_silence(conn, node_id, ADMIN.because("no route"))
 
 
 @pytest.fixture
@@ -193,11 +196,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) -> None:
     now = [0.0]
-    nothing = Path("unused")
-    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    hosts = watch_of(sold, now)
     assert hosts.look() == []
-    with transaction(sold.engine) as conn:
-        host.record_silence(conn, "n1", ADMIN.because("no route"))
+    lose(sold, "n1")
     for at, answer in ((0, None), (FIRST_S, "refused"), (FIRST_S * 2, None), (FIRST_S * 3, "")):
         now[0] = at
         if answer is not None:
@@ -220,12 +221,10 @@ def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
 ) -> None:
     """It answers each question and refuses each run, of which every one costs seconds."""
     now = [0.0]
-    nothing = Path("unused")
-    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
+    hosts = watch_of(sold, now)
 
     def until_answered() -> float:
-        with transaction(sold.engine) as conn:
-            host.record_silence(conn, "n1", ADMIN.because("no route"))
+        lose(sold, "n1")
         lost = now[0]
         asked.append("")
         while not hosts.look():
@@ -252,11 +251,8 @@ def test_a_host_that_hangs_keeps_no_other_from_being_seen_again(
 
     monkeypatch.setattr(ssh, "probe", probe)
     monkeypatch.setattr(watch, "_WAIT_S", 0.1)
-    nothing = Path("unused")
-    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
-    for node_id in ("n1", "n2"):
-        with transaction(sold.engine) as conn:
-            host.record_silence(conn, node_id, ADMIN.because("no route"))
+    hosts = watch_of(sold, now)
+    lose(sold, "n1", "n2")
     assert hosts.look() == []
     now[0] = FIRST_S
     until(lambda: hosts.look() == ["n2"])
@@ -286,16 +282,10 @@ def test_hosts_that_hang_again_and_again_wait_for_each_other_only(
         for _ in hanging:
             assert begun.acquire(timeout=60)
 
-    def lose(*ids: str) -> None:
-        for node_id in ids:
-            with transaction(sold.engine) as conn:
-                host.record_silence(conn, node_id, ADMIN.because("no route"))
-
     monkeypatch.setattr(ssh, "probe", probe)
     monkeypatch.setattr(watch, "_WAIT_S", 0.1)
-    nothing = Path("unused")
-    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
-    lose(*hanging)
+    hosts = watch_of(sold, now)
+    lose(sold, *hanging)
     assert hosts.look() == []
     now[0] += FIRST_S
     assert hosts.look() == []
@@ -306,7 +296,7 @@ def test_hosts_that_hang_again_and_again_wait_for_each_other_only(
     until(lambda: hosts.look() == ["h0"])
     until(lambda: not hosts._probes or bool(hosts.look()))
     go.clear()
-    lose("h0", "n2")
+    lose(sold, "h0", "n2")
     assert hosts.look() == []
     now[0] += 2 * FIRST_S
     try:
@@ -319,10 +309,8 @@ def test_hosts_that_hang_again_and_again_wait_for_each_other_only(
 def test_a_probe_that_fails_counts_as_silence(sold: Site, asked: list[str]) -> None:
     """For example on a machine without room for a process; the host is asked later."""
     now = [0.0]
-    nothing = Path("unused")
-    hosts = Watch(sold.engine, lambda: SshAccess(nothing, nothing, nothing), clock=lambda: now[0])
-    with transaction(sold.engine) as conn:
-        host.record_silence(conn, "n1", ADMIN.because("no route"))
+    hosts = watch_of(sold, now)
+    lose(sold, "n1")
     assert hosts.look() == []
     now[0] = FIRST_S
     # The script is empty, so the question raises.

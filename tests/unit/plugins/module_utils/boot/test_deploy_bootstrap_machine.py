@@ -17,10 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
 from scripts import standalone
 from tests.deployed_machine import NEEDS_ROOT, ROOT, play
 
-pytestmark = [
-    pytest.mark.covers("HOST-4", "HOST-6"),
-    NEEDS_ROOT,
-]
+pytestmark = [pytest.mark.covers("HOST-4", "HOST-6"), NEEDS_ROOT]
 
 SCRIPT = "scripts/ops/gpuaas_slice_host_deploy_bootstrap.sh"
 TWICE = """

@@ -75,7 +75,7 @@ def test_a_service_that_stays_is_a_failure(script: Any) -> None:
     for verb in ("disable", "stop", "mask"):
         script.on("systemctl", verb, "--", "a.service")
     failure = drive().failure
-    assert failure is not None and failure.code == "verify_failed"
+    assert failure.code == "verify_failed"
 
 
 def test_without_names_nothing_is_asked(script: Any) -> None:
@@ -275,7 +275,7 @@ def test_the_record_stays_while_a_service_does_not_start(monkeypatch: pytest.Mon
     drive(services=["a.service"])
     systemd.broken = "a.service"
     failure = drive(services=[], state="restored").failure
-    assert failure is not None and failure.code == "service_not_restored"
+    assert failure.code == "service_not_restored"
     systemd.broken = ""
     assert drive(services=[], state="restored").done == ["start_service", "forget_before"]
 

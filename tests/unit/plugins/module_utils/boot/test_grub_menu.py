@@ -31,10 +31,7 @@ def words(text: str, **environment: str) -> list[str]:
         ("1", "one=second"),
         ("1>1", "one=first"),
         ("gnulinux-advanced-u>gnulinux-6.1.0-1-advanced-u", "one=first"),
-        (
-            "Advanced options for Debian GNU/Linux>Debian, with Linux 6.1.0-1-amd64",
-            "one=first",
-        ),
+        ("Advanced options for Debian GNU/Linux>Debian, with Linux 6.1.0-1-amd64", "one=first"),
         ("no such entry", "one=simple"),
         ("17", "one=simple"),
         ("1>17", "one=second"),
@@ -86,5 +83,4 @@ def test_it_is_read_with_grubs_environment(tree: Any) -> None:
     (folder / "grub.cfg").write_text(DEBIAN.replace("DEFAULT", "${saved_entry}"))
     (folder / "grubenv").write_text("# GRUB Environment Block\nsaved_entry=1>1\n" + "#" * 900)
     boot = _grub_menu.next_boot()
-    assert boot is not None
     assert boot.title == "Debian, with Linux 6.1.0-1-amd64"

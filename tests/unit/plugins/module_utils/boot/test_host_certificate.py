@@ -79,7 +79,7 @@ def test_sshd_keeps_the_old_one_when_it_does_not_take_the_new(
     for command in (CHECK, RELOAD):
         script.on(*command, rc=1 if command == refuses else 0, err="line 3: bad")
     failed = drive(renewed(trust))
-    assert failed.failure is not None and failed.failure.code == "certificate_not_taken"
+    assert failed.failure.code == "certificate_not_taken"
     assert "line 3: bad" in failed.failure.found
     assert installed() == old_certificate
 
@@ -109,10 +109,10 @@ def test_only_this_hosts_own_certificate_is_taken(
     }
     for code, text in bad.items():
         refused = drive(text)
-        assert refused.failure is not None and refused.failure.code == code
+        assert refused.failure.code == code
     user = ca.operator_identity(trust).certificate.read_text()
     failure = drive(user).failure
-    assert failure is not None and failure.code == "certificate_unreadable"
+    assert failure.code == "certificate_unreadable"
     assert installed() == old_certificate
 
 
@@ -122,7 +122,7 @@ def test_a_host_that_never_enrolled_is_told_to(
     script.answers[("sshd", "-T")] = []
     script.on("sshd", "-T", out="port 22\n")
     refused = drive(renewed(trust))
-    assert refused.failure is not None and refused.failure.code == "certificate_not_served"
+    assert refused.failure.code == "certificate_not_served"
 
 
 def test_a_certificate_without_an_end_is_refused_and_replaced(
@@ -134,7 +134,7 @@ def test_a_certificate_without_an_end_is_refused_and_replaced(
     keygen.run("-q", "-s", str(trust.host_authority), *words, str(tmp_path / "subject.pub"))
     endless = (tmp_path / "subject-cert.pub").read_text().strip()
     refused = drive(endless)
-    assert refused.failure is not None and refused.failure.code == "certificate_unreadable"
+    assert refused.failure.code == "certificate_unreadable"
     assert "no date" in refused.failure.found
     assert installed() == old_certificate
 

@@ -70,7 +70,7 @@ def test_a_package_that_apt_did_not_bring_is_no_success(script: Any) -> None:
     script.on(*APT, LOCK, "update")
     script.on(*install("ovmf"))
     outcome = drive("ovmf")
-    assert outcome.failure is not None and outcome.failure.code == "verify_failed"
+    assert outcome.failure.code == "verify_failed"
 
 
 def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
@@ -185,11 +185,7 @@ def test_apt_itself_says_what_it_has(
     ("lock", "words"), [("lists/lock", ["update"]), ("archives/lock", ["clean"])]
 )
 def test_a_lock_that_somebody_holds_is_waited_for(
-    scratch: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lock: str,
-    words: list[str],
+    scratch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, words: list[str]
 ) -> None:
     """apt-daily holds the lock at a first boot, and apt itself waits only for dpkg's lock."""
     with held(tmp_path / lock) as release:
@@ -213,11 +209,7 @@ def test_a_lock_that_stays_is_said(
     ("lock", "words"), [("lists/lock", ["update"]), ("dpkg/lock-frontend", ["--yes", "upgrade"])]
 )
 def test_a_lock_that_nobody_can_open_is_not_waited_for(
-    scratch: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lock: str,
-    words: list[str],
+    scratch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, words: list[str]
 ) -> None:
     """The lock is a folder here, which even root cannot open for writing; waiting does not help."""
     (tmp_path / lock).mkdir()
@@ -238,9 +230,9 @@ def test_what_is_wrong_for_good_is_not_tried_again(script: Any) -> None:
 @pytest.mark.parametrize("name", ["--allow-unauthenticated", "a b", "x=1", "", "UP", "a\nb"])
 def test_a_name_that_apt_would_read_as_more_is_refused(script: Any, name: str) -> None:
     outcome = drive(name)
-    assert outcome.failure is not None and outcome.failure.code == "package_invalid"
+    assert outcome.failure.code == "package_invalid"
     outcome = drive("ovmf", optional=(name,))
-    assert outcome.failure is not None and outcome.failure.code == "package_invalid"
+    assert outcome.failure.code == "package_invalid"
     assert script.calls == []
 
 

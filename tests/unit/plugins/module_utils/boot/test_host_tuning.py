@@ -145,7 +145,7 @@ def test_pages_are_counted_node_by_node(kernel: Kernel) -> None:
 def test_a_file_of_somebody_else_is_not_replaced_and_not_removed(kernel: Kernel) -> None:
     _host.write(_host_tuning.SYSCTL, "net.core.rmem_max = 1\n")
     failure = drive(_tuning_profiles.NETWORK).failure
-    assert failure is not None and failure.code == "file_not_ours"
+    assert failure.code == "file_not_ours"
     assert not drive().changed
     assert _host.read(_host_tuning.SYSCTL) == "net.core.rmem_max = 1"
 
@@ -292,7 +292,7 @@ def test_a_recorded_name_that_means_nothing_here_is_refused_by_name(
     there = {file: file.read_text() for file in written_files(tree)}
     kernel.calls.clear()
     outcome = drive()
-    assert outcome.failure is not None and outcome.failure.code == "tuning_unknown"
+    assert outcome.failure.code == "tuning_unknown"
     assert (outcome.failure.found, _host_tuning.OPTED_IN in outcome.failure.expected) == (
         "hugepages-2m", True
     )  # fmt: skip
@@ -351,7 +351,7 @@ def test_pages_that_this_machine_cannot_give_are_not_recorded(kernel: Kernel, tr
     """A recorded request would fail every later bootstrap."""
     kernel.write("proc/cpuinfo", "flags : fpu\n")
     outcome = drive(opted_in=[_hugepages.PROFILE])
-    assert outcome.failure is not None and outcome.failure.code == "hugepages_unsupported"
+    assert outcome.failure.code == "hugepages_unsupported"
     assert written_files(tree) == []
 
 

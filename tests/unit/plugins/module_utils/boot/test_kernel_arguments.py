@@ -91,7 +91,6 @@ def drive(arguments: list[str] = ARGUMENTS, **more: Any) -> _change.Outcome:
 
 
 def code(outcome: _change.Outcome) -> str:
-    assert outcome.failure is not None
     return outcome.failure.code
 
 

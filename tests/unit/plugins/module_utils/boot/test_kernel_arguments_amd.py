@@ -155,7 +155,7 @@ def test_a_drop_in_of_ours_with_intels_argument_is_written_anew(epyc: Epyc) -> N
 def test_a_later_file_of_the_site_that_forgets_ours_is_no_success(epyc: Epyc) -> None:
     epyc.write("etc/default/grub.d/99-site.cfg", 'GRUB_CMDLINE_LINUX="quiet"\n')
     failure = drive().failure
-    assert failure is not None and failure.code == "verify_failed"
+    assert failure.code == "verify_failed"
 
 
 def test_arguments_for_amd_are_not_for_intel(epyc: Epyc) -> None:
@@ -172,7 +172,7 @@ def test_an_argument_that_switches_it_off_is_named(epyc: Epyc, word: str) -> Non
     drive()
     epyc.reboot()
     failure = drive(in_effect=True).failure
-    assert failure is not None and failure.code == "iommu_missing"
+    assert failure.code == "iommu_missing"
     assert failure.found == f"none, booted with {word}"
     result = _checks_platform.iommu_groups(facts())
     assert result == _check.failed("the kernel has made no IOMMU group")

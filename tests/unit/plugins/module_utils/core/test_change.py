@@ -77,7 +77,7 @@ def test_a_hard_step_without_effect_still_fails() -> None:
     host = Host("no_card")
     host.deaf = {"hard"}
     outcome = _change.drive(host.subject(), {}, check_mode=False)
-    assert outcome.failure is not None and outcome.failure.found == "still open: hard(h)"
+    assert outcome.failure.found == "still open: hard(h)"
     assert [doubt.code for doubt in outcome.doubts] == ["no_card"]
 
 

@@ -119,7 +119,7 @@ def test_the_file_is_what_netplan_takes_and_written_once(fabric: Fabric) -> None
 )
 def test_what_netplan_would_read_as_more_is_refused(fabric: Fabric, bad: dict[str, str]) -> None:
     failure = drive(**bad).failure
-    assert failure is not None and failure.code == "ipoib_invalid"
+    assert failure.code == "ipoib_invalid"
     assert (_host.read(_ipoib_address.FILE), fabric.calls) == (None, [])
 
 
@@ -129,7 +129,7 @@ def test_what_netplan_refuses_is_never_written(fabric: Fabric, tree: Path) -> No
     fabric.refusal = "/etc/netplan/50-cloud-init.yaml:1:25: unknown key x"
     for check_mode in (True, False):
         failure = drive(check_mode=check_mode).failure
-        assert failure is not None and failure.code == "netplan_refused"
+        assert failure.code == "netplan_refused"
         assert failure.found == fabric.refusal
     assert set(fabric.shown) == {"etc/netplan/50-cloud-init.yaml", "etc/netplan/60-ipoib.yaml"}
     assert fabric.shown["etc/netplan/60-ipoib.yaml"] == _ipoib_address.text(PARAMS)
@@ -141,7 +141,7 @@ def test_an_apply_that_fails_fails_again_until_the_host_has_it(fabric: Fabric) -
     """The file is written by then, so the file alone does not prove success."""
     fabric.broken = "networkd is masked"
     failure = drive().failure
-    assert failure is not None and failure.found == fabric.broken
+    assert failure.found == fabric.broken
     again = drive()
     assert (again.failed_step, again.done) == ("apply_netplan", [])
     fabric.broken = ""
@@ -152,7 +152,7 @@ def test_an_apply_that_fails_fails_again_until_the_host_has_it(fabric: Fabric) -
 def test_an_apply_without_effect_is_no_success(fabric: Fabric) -> None:
     fabric.deaf = True
     failure = drive().failure
-    assert failure is not None and failure.code == "ipoib_not_live"
+    assert failure.code == "ipoib_not_live"
     assert failure.expected == "ibp65s0 to have address 10.20.0.7/16, route 10.20.0.0/16"
 
 
@@ -173,7 +173,7 @@ def test_repair_acts_when_only_the_live_state_is_gone(
 def test_an_interface_that_is_not_there_is_named(fabric: Fabric) -> None:
     fabric.addresses = {"eth0": []}
     failure = drive().failure
-    assert failure is not None and failure.code == "ipoib_interface_missing"
+    assert failure.code == "ipoib_interface_missing"
     assert _host.read(_ipoib_address.FILE) is None
 
 
@@ -254,7 +254,7 @@ def test_netplan_itself_refuses_what_is_broken(
 ) -> None:
     _host.write("/etc/netplan/50-cloud-init.yaml", site, 0o600)
     failure = drive().failure
-    assert failure is not None and failure.code == "netplan_refused"
+    assert failure.code == "netplan_refused"
     assert message in failure.found and "/etc/netplan/" in failure.found
     assert "gpuaas-netplan-" not in failure.found
     assert _host.read(_ipoib_address.FILE) is None

@@ -118,14 +118,14 @@ def test_a_function_that_is_not_as_approved_is_refused(
 ) -> None:
     card.identities[0].update(shown)
     outcome = run(identities={VF[0]: MACS[0]})
-    assert outcome.failure is not None and outcome.failure.code == code
+    assert outcome.failure.code == code
 
 
 def test_another_allocations_function_is_not_touched(card: Card) -> None:
     _function_guards.save(OTHER, {VF[0]: 3002})
     drive(2, idle_vlan=3000)
     outcome = run()
-    assert outcome.failure is not None and outcome.failure.code == "function_guarded"
+    assert outcome.failure.code == "function_guarded"
     # The late release of an earlier tenant.
     _function_guards.save(ALLOCATION, {VF[1]: 3001})
     assert run("absent").done == ["forget_guard"]
@@ -150,7 +150,7 @@ def test_a_fabric_of_one_tenant_has_no_vlan(card: Card) -> None:
     drive(2)
     assert run(vlan=0).failure is None and guards()[0] == guarded(0)
     outcome = run()
-    assert outcome.failure is not None and outcome.failure.code == "vlan_invalid"
+    assert outcome.failure.code == "vlan_invalid"
 
 
 def test_drift_and_absence_name_a_function_outside_its_vlan(card: Card) -> None:
@@ -198,4 +198,4 @@ def test_infiniband_verifies_names_and_ports_and_sets_nothing(card: Card, pci: A
     assert not [argv for argv in card.calls if "set" in argv]
     card.identities[0]["link_state"] = "disable"
     refused = run(link="infiniband", vlan=0).failure
-    assert refused is not None and refused.code == "function_link_state"
+    assert refused.code == "function_link_state"

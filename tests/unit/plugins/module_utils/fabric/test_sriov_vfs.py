@@ -58,7 +58,9 @@ def host(pci: Any, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(pci, monkeypatch)
 
 
-def drive(count: int, *, check: bool = False, **more: Any) -> _change.Outcome:
+def drive(
+    count: int, subject: _change.Subject = _sriov_vfs.SUBJECT, *, check: bool = False, **more: Any
+) -> _change.Outcome:
     params = {
         "pfs": [],
         "pf_ids": ["8086:10c9"],
@@ -67,7 +69,7 @@ def drive(count: int, *, check: bool = False, **more: Any) -> _change.Outcome:
         "macs": {},
         **more,
     }
-    return _change.drive(_sriov_vfs.SUBJECT, params, check_mode=check)
+    return _change.drive(subject, params, check_mode=check)
 
 
 def done(count: int, **more: Any) -> list[str]:
@@ -380,8 +382,7 @@ def interrupted(count: int, last: str) -> None:
         return evidence
 
     subject = _change.Subject(_sriov_vfs.observe, _sriov_vfs.plan, apply, _sriov_vfs.facts)
-    params = {"pfs": [], "pf_ids": ["8086:10c9"], "link": "ethernet", "count": count, "macs": {}}
-    assert _change.drive(subject, params, check_mode=False).failed_step == last
+    assert drive(count, subject).failed_step == last
 
 
 def assert_restored(host: Host) -> None:

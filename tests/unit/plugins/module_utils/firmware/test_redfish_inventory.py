@@ -70,9 +70,7 @@ def test_a_user_that_a_tenant_added_is_one_more(bmc: standin.Bmc) -> None:
     assert after["user 4"] == "svc Administrator enabled"
 
 
-def test_what_the_bmc_does_not_show_is_named_and_never_followed_elsewhere(
-    bmc: standin.Bmc,
-) -> None:
+def test_what_the_bmc_does_not_show_is_named_and_never_followed_elsewhere(bmc: standin.Bmc) -> None:
     root = RECORDED["/redfish/v1"]
     without = {key: value for key, value in root.items() if key != "UpdateService"}
     elsewhere = {"AccountService": {"@odata.id": "https://attacker.example/users"}}

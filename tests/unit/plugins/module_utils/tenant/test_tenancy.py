@@ -133,7 +133,7 @@ def test_a_mark_without_a_name_counts(tree: Path, tenant: None) -> None:
     """The tenant was root, and may have removed its name from the ledger."""
     _ledger.release(_ledger.MACHINE, fence=1)
     outcome = _change.drive(_slice_mode.SUBJECT, {"profile": "lab"}, check_mode=False)
-    assert outcome.failure is not None and outcome.failure.code == "machine_leased"
+    assert outcome.failure.code == "machine_leased"
 
 
 def test_without_a_tenant_nothing_is_in_the_way(tree: Path) -> None:

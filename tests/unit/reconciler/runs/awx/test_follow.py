@@ -101,7 +101,7 @@ def test_a_job_whose_events_cannot_be_read_is_canceled_as_asked(
         return False
 
     verdict = play(readable_then, forsaken=0)
-    assert verdict is not None and verdict["status"] == "canceled", verdict
+    assert verdict["status"] == "canceled", verdict
 
 
 def test_events_without_an_end_keep_no_job_from_being_canceled(

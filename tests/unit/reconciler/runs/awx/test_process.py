@@ -32,7 +32,7 @@ def test_a_playbook_that_awx_really_runs(awx: Controller, site: Site) -> None:
     run_dir = launch.launch(site, spec(word=word))
     assert collect.observe(run_dir).phase is Phase.ALIVE
     outcome = collect.wait(run_dir, LIMIT_S).outcome
-    assert outcome is not None and outcome.ok, (outcome, collect.output(run_dir))
+    assert outcome.ok, (outcome, collect.output(run_dir))
     assert outcome.result is not None
     said = {"word": word, "node": "node-1", "where": "192.0.2.7"}
     assert outcome.result["evidence"] == {"network": said}
@@ -62,7 +62,6 @@ def test_a_playbook_that_goes_on_after_awx_gave_its_job_up(
     manifest = read_json(paths.manifest)
     assert manifest is not None
     verdict = job.play(paths, manifest, lambda: False, PACE)
-    assert verdict is not None
     assert (verdict["status"], verdict["problem"]) == ("lost", f"awx_failed: {REAPED_AT_START}")
     assert begun.exists()
     assert not ended.exists(), "the playbook goes on"
@@ -83,7 +82,7 @@ def test_a_killed_process_is_begun_again_and_finds_its_job(
     assert launch.launch(site, spec()) == run_dir
     assert collect.observe(run_dir).phase is Phase.ALIVE
     outcome = collect.wait(run_dir, LIMIT_S).outcome
-    assert outcome is not None and outcome.result == RESULT, outcome
+    assert outcome.result == RESULT, outcome
     assert len(awx.jobs()) == 1
 
 
@@ -104,14 +103,12 @@ def test_a_process_told_to_go_leaves_the_job_and_a_canceled_run_does_not(
     assert lock.held(RunPaths(run_dir).lock)
     collect.cancel(run_dir)
     outcome = collect.wait(run_dir, LIMIT_S).outcome
-    assert outcome is not None
     assert outcome.status == "canceled"
     assert awx.record()["canceled"] == [1]
 
 
 def kill(run_dir: Path, number: int) -> None:
     began = read_json(RunPaths(run_dir).process)
-    assert began is not None
     os.kill(began["pid"], number)
     # A process that ends gives its memory back, and with it its name, before it closes its files.
     until(lambda: not list(lock.processes(run_dir)) and not lock.held(RunPaths(run_dir).lock))

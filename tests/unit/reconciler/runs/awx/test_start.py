@@ -29,7 +29,6 @@ pytestmark = pytest.mark.covers("CTRL-9", "ECO-4")
 
 
 def ended(verdict: dict[str, Any] | None) -> None:
-    assert verdict is not None
     assert (verdict["status"], verdict["result"]) == ("successful", RESULT), verdict
 
 
@@ -75,7 +74,6 @@ def test_a_launch_whose_answer_was_lost_is_found_and_not_repeated(
     ended(play())
     assert len(awx.jobs()) == others + 1
     record = JobRecord.load(prepared)
-    assert record is not None
     assert (record.posted, record.job) == (True, others + 1)
 
 
@@ -84,7 +82,6 @@ def test_a_job_of_an_awx_that_counts_from_an_older_number_is_not_repeated(
 ) -> None:
     """It was restored from a backup between our look at its newest job and the launch."""
     record = JobRecord.load(prepared)
-    assert record is not None
     record.after = 5000
     record.save(prepared)
     ended(play(quiet=0.1))
@@ -115,7 +112,6 @@ def test_a_process_that_died_after_asking_finds_its_job(
     """Killed between the request and the record of its answer."""
     ended(play())
     record = JobRecord.load(prepared)
-    assert record is not None
     record.job = 0
     record.save(prepared)
     ended(play())
@@ -128,7 +124,6 @@ def test_a_process_told_to_go_before_its_launch_is_known_leaves_that_to_the_next
     awx.change(cut={LAUNCH: 1}, later_s=0.4)
     assert play(lambda: True) is None
     record = JobRecord.load(prepared)
-    assert record is not None
     assert (record.posted, record.job) == (True, 0)
     ended(play(quiet=30))
     assert len(awx.jobs()) == 1
@@ -139,7 +134,6 @@ def test_a_run_canceled_before_anything_was_asked_for_never_begins(
 ) -> None:
     collect.cancel(prepared.root)
     verdict = play()
-    assert verdict is not None
     assert (verdict["status"], verdict["problem"]) == ("canceled", "never_began")
     assert awx.jobs() == []
 
@@ -155,7 +149,6 @@ def test_a_run_canceled_while_its_launch_is_unknown_is_found_and_ended(
         return False
 
     verdict = play(stop_requested, quiet=30)
-    assert verdict is not None
     assert (verdict["status"], verdict["result"]) == ("canceled", None)
     assert awx.record()["canceled"] == [1]
 
@@ -163,7 +156,6 @@ def test_a_run_canceled_while_its_launch_is_unknown_is_found_and_ended(
 def test_a_launch_that_awx_refuses_is_over(awx: Controller, play: Play) -> None:
     awx.change(status={LAUNCH: [400, 1]})
     verdict = play()
-    assert verdict is not None
     assert (verdict["status"], verdict["touched"]) == ("failed", False)
     assert verdict["problem"].startswith("awx_refused: HTTP 400")
 
@@ -178,7 +170,6 @@ def test_a_job_that_is_not_what_was_asked_for_is_ended(
     """The template was changed after it had been looked at: something is left out in silence."""
     awx.begin(templates={field: False}, steps=1000, cut={LAUNCH: cut}, events=events("One")[:2])
     verdict = play()
-    assert verdict is not None
     assert verdict["status"] == "canceled"
     assert prepared.cancel.exists()
 
