@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,15 +89,21 @@ def test_a_model_without_a_target_is_refused(gpuaas: Gpuaas, word: str) -> None:
     assert (gpuaas.status, "model_unusable" in gpuaas.err) == (1, True)
 
 
-def test_a_folder_of_models_is_not_that_of_relative_settings(
-    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_models_is_not_that_of_relative_settings(tmp_path: Path) -> None:
     """Such as GPUAAS_DATABASE_URL=sqlite:///site.db."""
     models = tmp_path / "models"
     models.mkdir()
     (models / "own.onnx").write_text("not a model")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPUAAS_DATABASE_URL", "sqlite:///site.db")
-    gpuaas("jobs", "worker", "--models", "models", "--model", "own")
-    assert (gpuaas.status, "model_unusable" in gpuaas.err) == (1, True)
+    words = ["jobs", "worker", "--models", "models", "--model", "own"]
+    environment = {**os.environ, "GPUAAS_DATABASE_URL": "sqlite:///site.db"}
+    done = subprocess.run(
+        [sys.executable, "-m", "reconciler.cli.main", *words],
+        cwd=tmp_path,
+        env={**environment, "GPUAAS_STATE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, "model_unusable" in done.stderr) == (1, True), done.stderr
     assert (tmp_path / "site.db").exists()

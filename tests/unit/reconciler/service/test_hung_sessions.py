@@ -41,7 +41,7 @@ from tests.unit.reconciler.service.test_postgres import selling_site_at
 pytestmark = [pytest.mark.postgres, pytest.mark.covers("I12")]
 # The limits in proportion to those of a site, so that the tests need not last as long.
 LOCK = "1200ms"
-LIMITS = f"-c lock_timeout={LOCK} -c idle_in_transaction_session_timeout=8s"
+LIMITS = f"-c lock_timeout={LOCK} -c idle_in_transaction_session_timeout=4s"
 # Of a service whose requests wait for a lock until the test frees it.
 PATIENT = "40s"
 # The session of a paused process ends within that time, and its rows are free.
