@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import settings as site
 from reconciler.gateway.machine import PLAIN, Machine
 from reconciler.gateway.pipe import End, heed, lean, pair
-from reconciler.gateway.sessions import Session, Sessions, keep, too_many
+from reconciler.gateway.sessions import Claim, Session, Sessions, keep, too_many
 from reconciler.gateway.shell import Shell
 from reconciler.gateway.terminal import WINDOW
 from reconciler.lifecycle import ssh_access
@@ -350,14 +350,15 @@ class Client(Session, asyncssh.SSHServer):
         return near
 
     @property
-    def claim(self) -> tuple[str, str, bool]:
-        return self.grant_id, self._key, any(not shell.over for shell in self._terminals)
+    def claim(self) -> Claim:
+        in_terminal = any(not shell.over for shell in self._terminals)
+        return self.grant_id, self._key, "terminal" if in_terminal else ""
 
-    def reason(self, conn: Connection) -> str:
-        id, key, in_terminal = self.claim
+    def reason(self, conn: Connection, claim: Claim) -> str:
+        id, key, terminal = claim
         try:
             grant = ssh_access.authorise(conn, id, key)
-            if in_terminal:
+            if terminal:
                 ssh_access.require_terminal(grant)
         except Problem as problem:
             return problem.code

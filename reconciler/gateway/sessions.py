@@ -9,12 +9,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from ipaddress import ip_network
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine
 
@@ -29,6 +29,7 @@ from reconciler.trust.ca import Trust
 
 log = logging.getLogger("gpuaas.gateway")
 T = TypeVar("T")
+Claim: TypeAlias = tuple[str, ...]
 # Threads that authorise open sessions. All but one may be held up by a session each.
 _JUDGES = 4
 
@@ -90,8 +91,8 @@ class Sessions:
         self._reporting: asyncio.Task[None] | None = None
         # Of its own: the usual threads may all wait for the database's writers.
         self._judges = ThreadPoolExecutor(_JUDGES, "gpuaas-sessions")
-        self._judged: dict[Hashable, str] = {}
-        self._judging: set[Hashable] = set()
+        self._judged: dict[Claim, str] = {}
+        self._judging: set[Claim] = set()
         self._watching: asyncio.Task[None] | None = None
 
     def ensure_watch(self) -> None:
@@ -200,7 +201,7 @@ class Sessions:
             except Exception as failure:
                 log.error("cannot end session %s: %s", client.session, failure)
 
-    def _judge(self, waiting: deque[tuple[Hashable, Session]], late: threading.Event) -> None:
+    def _judge(self, waiting: deque[tuple[Claim, Session]], late: threading.Event) -> None:
         """Answer claims until it is late. A claim that fails or hangs concerns its session only."""
         failures: list[Exception] = []
         while waiting and not late.is_set():
@@ -212,7 +213,7 @@ class Sessions:
                         claim, client = waiting.popleft()
                         self._judging.add(claim)
                         try:
-                            self._judged[claim] = client.reason(conn)
+                            self._judged[claim] = client.reason(conn, claim)
                         finally:
                             self._judging.discard(claim)
             except Exception as failure:
@@ -305,12 +306,12 @@ class Session(ABC):
 
     @property
     @abstractmethod
-    def claim(self) -> Hashable:
-        """The identity on which the answer of `reason` depends."""
+    def claim(self) -> Claim:
+        """The identity on which the answer of `reason` depends. It may change at any time."""
 
     @abstractmethod
-    def reason(self, conn: Connection) -> str:
-        """Why the session may not go on; "" if it may."""
+    def reason(self, conn: Connection, claim: Claim) -> str:
+        """Why a session with this claim, an earlier one of its own, may not go on; "" if it may."""
 
     @abstractmethod
     def idle(self, now: float) -> str:

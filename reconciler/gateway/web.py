@@ -26,7 +26,7 @@ from reconciler.api.security import SESSION, Caller, authenticate, credential
 from reconciler.db import journal
 from reconciler.db.schema import TerminalTicket
 from reconciler.gateway.machine import Machine
-from reconciler.gateway.sessions import Limits, Session, Sessions, keep, too_many
+from reconciler.gateway.sessions import Claim, Limits, Session, Sessions, keep, too_many
 from reconciler.gateway.terminal import LARGEST, Terminal, Wish, open_terminal
 from reconciler.lifecycle import ssh_access
 from reconciler.lifecycle.ssh_access import Grant
@@ -260,7 +260,7 @@ class Browser(Session):
         grant = await self.gateway.ask(lambda conn: ssh_access.authorise_member(conn, *names))
         self.grant = grant
         # Not by the answer when the socket was opened: much may have happened since.
-        if why := await self.gateway.ask(self.reason):
+        if why := await self.gateway.ask(lambda conn: self.reason(conn, self.claim)):
             raise _End(why)
         ssh_access.require_terminal(grant)
         self.gateway.require_room(self)
@@ -300,10 +300,10 @@ class Browser(Session):
         return self._caller.owner
 
     @property
-    def claim(self) -> tuple[str, ...]:
+    def claim(self) -> Claim:
         return ("web", self.grant_id, self._holder)
 
-    def reason(self, conn: Connection) -> str:
+    def reason(self, conn: Connection, _claim: Claim) -> str:
         caller, grant = self._caller, self.grant
         if grant is None:
             return ""

@@ -38,13 +38,13 @@ from asyncssh.packet import Boolean, String, UInt32
 from reconciler.api.app import create_app
 from reconciler.console.app import mount
 from reconciler.db import rows
-from reconciler.db.engine import transaction
+from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Node, allocations, api_tokens, nodes
 from reconciler.doctor import Finding, services
 from reconciler.gateway import machine, role, server, sessions
 from reconciler.gateway.machine import probe
 from reconciler.gateway.server import Client, Gateway
-from reconciler.gateway.sessions import Limits
+from reconciler.gateway.sessions import Claim, Limits
 from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
@@ -629,13 +629,13 @@ def test_no_session_keeps_the_others_from_being_cut(
     """Neither one that cannot be judged, nor other work of the process."""
     released, reason = threading.Event(), Client.reason
 
-    def judge(client: Client, conn: sa.Connection) -> str:
-        in_terminal = client.claim[2]
+    def judge(client: Client, conn: sa.Connection, claim: Claim) -> str:
+        in_terminal = claim[2]
         if in_terminal and how == "fails":
             raise ValueError("no answer")
         if in_terminal and how == "hangs":
             released.wait(60)
-        return reason(client, conn)
+        return reason(client, conn, claim)
 
     monkeypatch.setattr(Client, "reason", judge)
     words = "echo in; exec sleep 600"
@@ -654,6 +654,20 @@ def test_no_session_keeps_the_others_from_being_cut(
             assert client.wait(20) == 255
     finally:
         released.set()
+
+
+def test_an_answer_belongs_to_the_claim_that_was_asked(world: World) -> None:
+    """A terminal may begin meanwhile; other sessions of the person without one go on."""
+    line = world.ssh("echo in; cat")
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as session:
+        assert session.stdout.readline() == b"in\n"
+        (client,) = world.gateway.clients
+        *who, terminal = client.claim
+        assert terminal == ""
+        with reading(world.stack.engine) as conn:
+            assert client.reason(conn, (*who, "")) == ""
+            assert client.reason(conn, (*who, "terminal")) == "terminal_off"
+        session.communicate(b"")
 
 
 def end_allocation(world: World) -> str:

@@ -116,7 +116,8 @@ def rig() -> Iterator[Rig]:
         patch.setattr(_upkeep, "CHECKS", CHECKS)
         patch.setattr(_guards, "ROUND_S", 0)
         patch.setattr(_guest_probe, "_WAIT_S", 0.6)
-        patch.setattr(_tcp_probe, "_WAIT_S", 0.6)
+        # A first packet that is lost is sent again after a second.
+        patch.setattr(_tcp_probe, "_WAIT_S", 2.5)
         with rigs.inside(machines.host):
             _upkeep.keep(PARAMS, check_mode=False)
             yield machines
