@@ -45,7 +45,6 @@ def up(*, fresh: bool = False) -> state.Lab:
         _free_port(existing.ssh_port if existing else None),
         cpus_per_node=int(os.environ.get("GPUAAS_LAB_CPUS_PER_NODE", "1")),
         memory_mib=int(os.environ.get("GPUAAS_LAB_MEMORY_MIB", "6144")),
-        one_thread=qemu.mended,
     )
     if fresh:
         disks.remove(machine, system=True)

@@ -43,6 +43,11 @@ TREE_PACKAGES = [
 # helper_write_crN (misc_helper.c) raises an interrupt of a guest that writes CR8 without the lock
 # that tcg_handle_interrupt requires, and QEMU aborts. UEFI writes CR8. The processor's own thread
 # may do it.
+#
+# cpu_clear_ignne (fpu_helper.c) clears a flag of the first processor, from the thread of any that
+# loads the state of its FPU. The first processor changes other bits of that word meanwhile, and
+# loses the change: its hypervisor's guest goes on in the host, which panics. Only a system that
+# takes FPU errors by interrupt, as DOS does, sets the flag.
 _MENDS = (
     (
         bytes.fromhex("4489abe033000089b310d7ffffc783e43300000000000048c783e8330000ffffffff"),
@@ -51,6 +56,10 @@ _MENDS = (
     (
         bytes.fromhex("84c075244c8d05dbcb4600488d0dbe564a00ba5f000000"),
         bytes.fromhex("84c0eb244c8d05dbcb4600488d0dbe564a00ba5f000000"),
+    ),
+    (
+        bytes.fromhex("81a0742c00007fffffff4883c408"),
+        bytes.fromhex("662e0f1f8400000000004883c408"),
     ),
 )
 

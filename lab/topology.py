@@ -58,8 +58,6 @@ class Machine:
     ssh_port: int
     cpus_per_node: int = 1
     memory_mib: int = 6144
-    # Whether one thread emulates all processors.
-    one_thread: bool = False
     extra: list[str] = field(default_factory=list)
 
     @property
@@ -118,10 +116,8 @@ def _processor(machine: Machine) -> list[str]:
     # on or off, QEMU's emulation may send a processor's access to another device (seen in 11.1).
     # The registers of an x2APIC, which are accessed most, are not in memory.
     cpu = ["host"] if machine.accel == "kvm" else ["EPYC,+svm,+x2apic"]
-    # With a thread for each, a host with two guests has panicked (the cause is not found). With one
-    # thread, a QEMU that is not mended (`lab.qemu`) hangs each guest at its start.
-    thread = "single" if machine.one_thread else "multi"
-    accel = "kvm" if machine.accel == "kvm" else f"tcg,thread={thread}"
+    # With one thread for all processors, two guests get in each other's way and do not come up.
+    accel = "kvm" if machine.accel == "kvm" else "tcg,thread=multi"
     words = ["-machine", "q35,kernel-irqchip=split", "-accel", accel, "-cpu", *cpu]
     words += ["-smp", f"{2 * count},sockets=2,cores={count},threads=1"]
     words += ["-m", f"{machine.memory_mib}M"]

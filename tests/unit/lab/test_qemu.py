@@ -30,17 +30,17 @@ def test_an_unknown_answer_is_quoted() -> None:
 
 def test_the_faults_of_a_known_build_are_taken_out(tmp_path: Path) -> None:
     program = tmp_path / "qemu-system-x86_64"
-    (first, first_mended), (second, second_mended) = qemu._MENDS
-    program.write_bytes(b"a" + first + b"b" + second + b"c")
+    program.write_bytes(b"a" + b"b".join(wrong for wrong, _mended in qemu._MENDS) + b"c")
     assert not qemu._is_mended(program)
     qemu._mend(program)
     assert qemu._is_mended(program)
-    mended = program.read_bytes()
-    assert mended == b"a" + first_mended + b"b" + second_mended + b"c"
-    assert len(first) == len(first_mended) and len(second) == len(second_mended)
+    assert program.read_bytes() == b"a" + b"b".join(mended for _wrong, mended in qemu._MENDS) + b"c"
+    assert all(len(wrong) == len(mended) for wrong, mended in qemu._MENDS)
 
 
-@pytest.mark.parametrize("code", [(), (0, 0, 1), (0,)], ids=["none", "one of them twice", "half"])
+@pytest.mark.parametrize(
+    "code", [(), (0, 0, 1, 2), (0, 1)], ids=["none", "one of them twice", "not all"]
+)
 def test_another_program_stays_as_it_is(tmp_path: Path, code: tuple[int, ...]) -> None:
     program = tmp_path / "qemu-system-x86_64"
     before = b"code" + b"".join(qemu._MENDS[number][0] for number in code)
