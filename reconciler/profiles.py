@@ -21,6 +21,8 @@ from reconciler.model.states import CapacityShape
 
 # Modification time and size, which identify a version of a file.
 _State = tuple[int, int]
+# Those that the service itself reads. Each run needs more (contracts/runs).
+_SECTIONS = ("gpu", "fabric", "nvme", "network", "vm", "deadlines")
 # Price of a GPU hour by capacity shape and SKU.
 Prices = dict[tuple[str, str], Decimal]
 
@@ -91,6 +93,8 @@ def _read(file: Path, _state: _State) -> dict[str, Any]:
         document: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(document, dict):
             raise TypeError(type(document).__name__)
+        if missing := [each for each in _SECTIONS if not isinstance(document.get(each), dict)]:
+            raise ValueError(f"no section {', '.join(missing)}")
         hardware.check(document, file.stem)
     # The last three also of a section that has another form.
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as broken:

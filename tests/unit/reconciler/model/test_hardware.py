@@ -51,6 +51,20 @@ def test_an_attachment_that_no_host_can_do_is_refused_by_name(tmp_path: Path) ->
 
 
 @pytest.mark.covers("HOST-7")
+@pytest.mark.parametrize("section", ["gpu", "fabric", "nvme", "network", "vm", "deadlines"])
+def test_a_profile_without_a_section_is_not_used(tmp_path: Path, section: str) -> None:
+    """What reads it would fail in the middle of its work."""
+    profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
+    for wrong in ({}, {section: None}, {section: ["x"]}):
+        rest = {name: value for name, value in profile.items() if name != section}
+        file = tmp_path / f"{len(str(wrong))}.yml"
+        file.write_text(yaml.safe_dump(rest | wrong))
+        with pytest.raises(Problem, match="profile_unknown") as refused:
+            hardware_profile(tmp_path, file.stem)
+        assert refused.value.found == f"no section {section}"
+
+
+@pytest.mark.covers("HOST-7")
 def test_a_profile_that_a_node_takes_up_says_what_its_fabric_speaks(tmp_path: Path) -> None:
     """One from before that is read all the same: its nodes are still to be given back."""
     profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
