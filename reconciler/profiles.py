@@ -96,7 +96,7 @@ def _read(file: Path, _state: _State) -> dict[str, Any]:
         if missing := [each for each in _SECTIONS if not isinstance(document.get(each), dict)]:
             raise ValueError(f"no section {', '.join(missing)}")
         hardware.check(document, file.stem)
-    # The last three also of a section that has another form.
+    # The last three also of an entry that has another form.
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as broken:
         raise Problem(
             "profile_unknown",

@@ -311,7 +311,7 @@ class Session(ABC):
 
     @abstractmethod
     def reason(self, conn: Connection, claim: Claim) -> str:
-        """Why a session with this claim, an earlier one of its own, may not go on; "" if it may."""
+        """Why a session with this claim may not go on; "" if it may. Its own may differ by now."""
 
     @abstractmethod
     def idle(self, now: float) -> str:

@@ -55,12 +55,11 @@ def test_an_attachment_that_no_host_can_do_is_refused_by_name(tmp_path: Path) ->
 def test_a_profile_without_a_section_is_not_used(tmp_path: Path, section: str) -> None:
     """What reads it would fail in the middle of its work."""
     profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
-    for wrong in ({}, {section: None}, {section: ["x"]}):
-        rest = {name: value for name, value in profile.items() if name != section}
-        file = tmp_path / f"{len(str(wrong))}.yml"
-        file.write_text(yaml.safe_dump(rest | wrong))
+    del profile[section]
+    for name, wrong in {"none": {}, "empty": {section: None}, "list": {section: ["x"]}}.items():
+        (tmp_path / f"{name}.yml").write_text(yaml.safe_dump(profile | wrong))
         with pytest.raises(Problem, match="profile_unknown") as refused:
-            hardware_profile(tmp_path, file.stem)
+            hardware_profile(tmp_path, name)
         assert refused.value.found == f"no section {section}"
 
 
