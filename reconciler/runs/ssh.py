@@ -168,12 +168,18 @@ def environment(access: SshAccess, node_id: str, sockets: Path) -> dict[str, str
     return _for_ansible(options(access, node_id) + sharing(f"{sockets}/%C"))
 
 
+def bounded(words: Sequence[str], program: str = bounded_ssh.__file__) -> str:
+    """Ansible's arguments of SSH for Python as its executable, which is a single path: the program
+    that bounds a host's answer, and these arguments of ssh.
+    """
+    return shlex.join(["-I", "-S", program, *words])
+
+
 def _for_ansible(words: list[str]) -> dict[str, str]:
     """Ansible's settings for a connection with these arguments of SSH."""
     return {
-        # Ansible's executable is a single path, which these arguments follow.
         "ANSIBLE_SSH_EXECUTABLE": sys.executable,
-        "ANSIBLE_SSH_ARGS": shlex.join(["-I", "-S", bounded_ssh.__file__, *words]),
+        "ANSIBLE_SSH_ARGS": bounded(words),
         # sftp and scp would take the arguments as their own.
         "ANSIBLE_SSH_TRANSFER_METHOD": "piped",
         # A retry would send the module again after the connection was lost, while the first copy

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,10 +62,10 @@ _PINNED: dict[str, Any] = {
         "",
     ),
     "ansible_connection": "ssh",
-    "ansible_ssh_executable": "ssh",
+    "ansible_ssh_executable": PYTHON,
     "ansible_sftp_executable": "sftp",
     "ansible_scp_executable": "scp",
-    "ansible_ssh_transfer_method": "smart",
+    "ansible_ssh_transfer_method": "piped",
     "ansible_sftp_batch_mode": True,
     "ansible_ssh_password_mechanism": "ssh_askpass",
     "ansible_ssh_use_tty": True,
@@ -134,6 +133,9 @@ _OF_ROLES = {
     "libvirt_host": ("libvirt_host_directory",),
     "slice_packages": ("slice_packages_required",),
 }
+# A job runs in AWX's checkout of the project, which is this repository. Without this program an
+# endless answer would fill the memory of the job's container, or forge events of the job.
+_BOUNDED_SSH = "reconciler/runs/bounded_ssh.py"
 # As a limit these do not name a single host.
 _GROUPS = frozenset({"all", "ungrouped"})
 
@@ -314,13 +316,14 @@ def _connection(node: NodeAccess) -> dict[str, Any]:
     words = ssh.arguments(
         {**ssh.trust(node.node_id), "UserKnownHostsFile": "/dev/null", **ssh.refusing(node.revoked)}
     )
+    sharing = ssh.sharing("/tmp/gpuaas-ssh-%C")  # noqa: S108
     return {
         **_PINNED,
         **dict.fromkeys(("ansible_user", "ansible_ssh_user"), node.user),
         **dict.fromkeys(("ansible_host", "ansible_ssh_host"), node.address),
         **dict.fromkeys(("ansible_port", "ansible_ssh_port"), node.port),
         "ansible_become": node.user != "root",
-        "ansible_ssh_args": shlex.join([*words, *ssh.sharing("/tmp/gpuaas-ssh-%C")]),  # noqa: S108
+        "ansible_ssh_args": ssh.bounded([*words, *sharing], program=_BOUNDED_SSH),
     }
 
 

@@ -149,6 +149,8 @@ def _close(socket: Path) -> None:
 
 
 Way = Callable[[Pair, Machine, str], Outcome]
+# The site and the run that a way has.
+Placed = Callable[[Pair, Machine, str], tuple[Site, RunSpec]]
 
 
 def _runner(pair: Pair, machine: Machine, run_id: str) -> Outcome:
@@ -167,6 +169,10 @@ def _by_hand(pair: Pair, machine: Machine, run_id: str) -> Outcome:
 
 
 def _awx(pair: Pair, machine: Machine, run_id: str) -> Outcome:
+    return pair.run(*_job(pair, machine, run_id))
+
+
+def _job(pair: Pair, machine: Machine, run_id: str) -> tuple[Site, RunSpec]:
     """A job has none of our environment, and AWX may have switched facts on as variables.
 
     The execution environment holds the authority of host keys, and an agent the credential: here
@@ -183,7 +189,16 @@ def _awx(pair: Pair, machine: Machine, run_id: str) -> Outcome:
     environment = {"ANSIBLE_INJECT_FACT_VARS": "True", "PATH": f"{programs}:{SEARCH_PATH}"}
     site = dataclasses.replace(pair.site, ssh=None, environment=environment)
     variables = request.body(spec)["extra_vars"]
-    return pair.run(site, dataclasses.replace(spec, variables=variables))
+    # It runs in AWX's checkout of this repository.
+    program = f" {request._BOUNDED_SSH} "
+    arguments = variables["ansible_ssh_args"].replace(program, f" {ROOT}/{program.strip()} ")
+    assert arguments != variables["ansible_ssh_args"]
+    variables["ansible_ssh_args"] = arguments
+    return site, dataclasses.replace(spec, variables=variables)
+
+
+def _own(pair: Pair, machine: Machine, run_id: str) -> tuple[Site, RunSpec]:
+    return pair.site, pair.spec(machine, run_id)
 
 
 WAYS = pytest.mark.parametrize("way", [_runner, _by_hand, _awx])
@@ -314,14 +329,21 @@ while True:
 
 @pytest.mark.covers("I12")
 @pytest.mark.parametrize(
-    ("stream", "start"), [("sys.stdout", '{"ping": "'), ("sys.stdout", ""), ("sys.stderr", "")]
+    ("placed", "stream", "start"),
+    [
+        (_own, "sys.stdout", '{"ping": "'),
+        (_own, "sys.stdout", ""),
+        (_own, "sys.stderr", ""),
+        (_job, "sys.stdout", '{"ping": "'),
+        (_job, "sys.stderr", ""),
+    ],
 )
 def test_an_endless_answer_is_cut_off_before_it_is_held(
-    pair: Pair, stream: str, start: str
+    pair: Pair, placed: Placed, stream: str, start: str
 ) -> None:
     endless = ENDLESS.format(stream=stream, start=start, text="a-\x1b[K", times=100_000, pause=0)
     (pair.a.folder / "answer.py").write_text(endless)
-    outcome, peaks = _watch(pair, "run-a", deadline_s=60)
+    outcome, peaks = _watch(*placed(pair, pair.a, "run-a"))
     assert (outcome.status, outcome.touched, outcome.unreachable) == ("failed", True, False)
     assert max(peaks) < 160
     assert "answer_too_large" in collect.output(pair.folder / "runs" / "run-a")
@@ -370,11 +392,12 @@ def test_an_endless_answer_to_the_question_whether_a_host_lives_is_not_held(
     assert held < 20 << 20
 
 
-def test_no_answer_forges_an_event_or_an_escape_sequence(pair: Pair) -> None:
+@pytest.mark.parametrize("placed", [_own, _job])
+def test_no_answer_forges_an_event_or_an_escape_sequence(pair: Pair, placed: Placed) -> None:
     event = {"uuid": "1", "event": "playbook_on_task_start", "event_data": {"task": "forged"}}
     forged = f"\x1b[K{base64.b64encode(json.dumps(event).encode()).decode()}\x1b[9D\x1b[K"
     pair.answer({"warnings": [forged, "\x1b[2J"], "msg": forged, "deprecations": [{"msg": forged}]})
-    outcome = pair.run(pair.site, pair.spec(pair.a, "run-a"))
+    outcome = pair.run(*placed(pair, pair.a, "run-a"))
     assert outcome.ok
     run_dir = pair.folder / "runs" / "run-a"
     assert "\x1b" not in collect.output(run_dir)
@@ -384,7 +407,7 @@ def test_no_answer_forges_an_event_or_an_escape_sequence(pair: Pair) -> None:
     text = json.dumps({"failed": True, "msg": forged}) + forged
     answer = f"sys.stderr.write({text!r})\nsys.exit(255)"
     (pair.a.folder / "answer.py").write_text(answer)
-    pair.run(pair.site, pair.spec(pair.a, "run-a2"))
+    pair.run(*placed(pair, pair.a, "run-a2"))
     assert "\x1b" not in collect.output(pair.folder / "runs" / "run-a2")
     assert "forged" not in (pair.folder / "runs" / "run-a2" / "progress.jsonl").read_text()
 
@@ -398,11 +421,10 @@ def test_no_answer_is_a_template_whatever_it_calls_itself(pair: Pair) -> None:
         assert "49" not in json.dumps(outcome.result and outcome.result["evidence"]["answers"])
 
 
-def _watch(pair: Pair, run_id: str, deadline_s: int) -> tuple[Outcome, list[int]]:
-    """The outcome of a run on node A, and the most memory of each of its processes in MiB."""
+def _watch(site: Site, spec: RunSpec) -> tuple[Outcome, list[int]]:
+    """The outcome of a run, and the most memory of each of its processes in MiB."""
     peaks: dict[int, int] = {}
-    spec = dataclasses.replace(pair.spec(pair.a, run_id), deadline_s=deadline_s)
-    run_dir = launch(pair.site, spec)
+    run_dir = launch(site, spec)
     while (state := collect.observe(run_dir)).phase is Phase.ALIVE:
         for pid in lock.processes(run_dir):
             peaks[pid] = max(peaks.get(pid, 0), _peak_mib(pid))

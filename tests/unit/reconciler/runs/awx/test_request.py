@@ -20,6 +20,7 @@ from reconciler.trust import ca
 from tests.unit.plugins.inventory.inventories import answering
 from tests.unit.reconciler.benchmark.sshd import SSHD, USER, machine, new_key
 from tests.unit.reconciler.runs.awx.conftest import spec
+from tests.unit.reconciler.runs.conftest import ROOT
 
 pytestmark = [
     pytest.mark.covers("CTRL-9", "HOST-13"),
@@ -36,7 +37,9 @@ def test_a_host_key_that_was_revoked_is_refused_by_a_job_too(tmp_path: Path) -> 
 
     def connect(at: NodeAccess) -> tuple[int, str]:
         job = replace(spec(), node=at)
-        words = shlex.split(request.body(job)["extra_vars"]["ansible_ssh_args"])
+        given = shlex.split(request.body(job)["extra_vars"]["ansible_ssh_args"])
+        program, words = given[:3], given[3:]
+        assert program == ["-I", "-S", request._BOUNDED_SSH]
         alone = ["-o", "ControlPath=none", "-o", f"GlobalKnownHostsFile={image}"]
         to = ["-i", f"{tmp_path}/login", "-p", str(at.port), "-l", at.user, at.address, "true"]
         # The first value of an option counts.
@@ -98,7 +101,8 @@ def test_the_inventory_of_awx_names_no_program_and_no_machine(tmp_path: Path) ->
         variables = request.body(replace(spec(), node=at))["extra_vars"]
         assert option_variables() <= variables.keys()
         alone = ["-o", f"GlobalKnownHostsFile={image}", "-i", str(tmp_path / "login")]
-        variables["ansible_ssh_args"] = f"{shlex.join(alone)} {variables['ansible_ssh_args']}"
+        program, arguments = request._BOUNDED_SSH, variables["ansible_ssh_args"]
+        variables["ansible_ssh_args"] = arguments.replace(program, f"{program} {shlex.join(alone)}")
         variables["ansible_python_interpreter"] = sys.executable
         variables["ansible_become"] = False
         given = tmp_path / "variables.json"
@@ -109,6 +113,8 @@ def test_the_inventory_of_awx_names_no_program_and_no_machine(tmp_path: Path) ->
             program = Path(sys.executable).parent / "ansible"
             done = subprocess.run(
                 [program, "-i", hosts, "-e", f"@{given}", "-m", "ansible.builtin.ping", "node-1"],
+                # AWX's checkout of the project.
+                cwd=ROOT,
                 env={**os.environ, "ANSIBLE_HOME": str(tmp_path / "ansible")},
                 capture_output=True,
                 text=True,
