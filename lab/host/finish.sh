@@ -30,11 +30,13 @@ initrd /boot/initrd.img-$version
 boot
 CONFIG
 cp /usr/lib/grub/x86_64-efi/*.mod /usr/lib/grub/x86_64-efi/*.lst /boot/grub/x86_64-efi/
+# With "configfile" GRUB would find no command outside of this loader. It then takes each "if" of a menu for true, also
+# that of a failed boot, and waits 40 seconds.
 cat > /lab-early.cfg <<CONFIG
 search --no-floppy --fs-uuid --set=root $1
 set prefix=(\$root)/boot/grub
-configfile \$prefix/grub.cfg
+normal \$prefix/grub.cfg
 CONFIG
 grub-mkimage -O x86_64-efi -o /lab-boot.efi -p /boot/grub -c /lab-early.cfg \
-  part_gpt ext2 fat search search_fs_uuid linux normal configfile echo boot all_video
+  part_gpt ext2 fat search search_fs_uuid linux normal echo boot all_video
 rm /lab-early.cfg
