@@ -68,9 +68,12 @@ with transaction(open_engine(sys.argv[1])) as conn:
 
 @pytest.fixture
 def selling_site(postgres: Server) -> Iterator[Site]:
-    """Two nodes with three slots each."""
+    """Two nodes with three slots each, made without the limits, which a busy machine exceeds."""
     url = postgres.database(f"hung_{uuid.uuid4().hex[:8]}")
-    yield from selling_site_at(f"{url}&options={quote(LIMITS)}")
+    for site in selling_site_at(url):
+        site.engine = open_engine(f"{url}&options={quote(LIMITS)}")
+        yield site
+        site.engine.dispose()
 
 
 @contextmanager
