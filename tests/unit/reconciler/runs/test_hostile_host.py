@@ -190,10 +190,8 @@ def _job(pair: Pair, machine: Machine, run_id: str) -> tuple[Site, RunSpec]:
     site = dataclasses.replace(pair.site, ssh=None, environment=environment)
     variables = request.body(spec)["extra_vars"]
     # It runs in AWX's checkout of this repository.
-    program = f" {request._BOUNDED_SSH} "
-    arguments = variables["ansible_ssh_args"].replace(program, f" {ROOT}/{program.strip()} ")
-    assert arguments != variables["ansible_ssh_args"]
-    variables["ansible_ssh_args"] = arguments
+    start, bounded, rest = variables["ansible_ssh_args"].partition(request._BOUNDED_SSH)
+    variables["ansible_ssh_args"] = f"{start}{ROOT}/{bounded}{rest}"
     return site, dataclasses.replace(spec, variables=variables)
 
 
