@@ -22,19 +22,23 @@ STEPS: tuple[PlannedStep, ...] = (
     ("enrol", "start the reconciler, certify the host's SSH key", host_steps.enrol),
     ("bootstrap", "make it a slice host, with a real reboot", host_steps.bootstrap),
     ("discover", "find candidates", host_steps.discover),
-    ("transition", "take two disks from host storage", host_steps.transition),
-    ("approve", "approve two slots", host_steps.approve),
+    ("transition", "take three disks from host storage", host_steps.transition),
+    ("approve", "approve three slots", host_steps.approve),
     ("bind", "bind their devices to vfio-pci", host_steps.bind),
     ("parity", "prove the host; the slots become available", host_steps.parity),
-    ("provision", "a tenant gets a GPU VM, and launches a second beside it", pair_steps.provision),
-    ("login", "log in and let the GPU stand-in compute", slice_steps.login),
+    (
+        "provision",
+        "a tenant gets a VM with two GPUs, and launches a second VM beside it",
+        pair_steps.provision,
+    ),
+    ("login", "log in and let both GPU stand-ins compute", slice_steps.login),
     ("isolation", "send packets from each VM to the other, in vain", pair_steps.isolation),
     ("telemetry", "read what its host and its guest measure", slice_steps.telemetry),
     ("power", "restart the second VM, and leave the first alone", pair_steps.power),
     ("reboot", "restart the host under both, which start again", pair_steps.reboot),
-    ("release", "end the VM and wipe its disk", slice_steps.release),
-    ("wipe_proof", "search the disk for what the tenant wrote", slice_steps.wipe_proof),
-    ("blocked", "a second VM fails its readiness gate", slice_steps.blocked),
+    ("release", "end the first VM and wipe its disks", slice_steps.release),
+    ("wipe_proof", "search disks and GPUs for what the tenant wrote", slice_steps.wipe_proof),
+    ("blocked", "a third VM fails its readiness gate", slice_steps.blocked),
     ("recover", "one command brings the slot back", slice_steps.recover),
 )
 # Evidence that the table shows for each step; build/demo.json holds all evidence.
@@ -48,19 +52,26 @@ SUMMARIES: dict[str, Callable[[Evidence], object]] = {
         f"{value} {name}" for name, value in e["candidate_summary"].items() if value != []
     ),
     "transition": lambda e: f"{len(e['applied'])} disks proven; {e['manifest']}",
-    "approve": lambda e: f"2 slots {e['status'][0]}",
+    "approve": lambda e: f"{len(e['approved'])} slots {e['status'][0]}",
     "bind": lambda e: ", ".join(f"{d['address']} {d['driver']}" for d in e["bound"]),
     "parity": lambda e: (
         f"{len(e['checks'])} checks, failures={e['failures']}; slots {e['slots'][0]}"
     ),
     "provision": lambda e: "{mac} has {actual_ip}, {lease_state}".format(**e["readiness"]),
-    "login": lambda e: "BAR, DMA and interrupt ok" if e["gpu"]["ok"] else "the GPU is not right",
+    "login": lambda e: (
+        f"BAR, DMA and interrupt of {len(e['gpu']['gpus'])} GPUs ok"
+        if e["gpu"]["ok"]
+        else "a GPU is not right"
+    ),
     "isolation": lambda e: f"{len(e['attempts'])} VMs sent packets, none arrived",
     "telemetry": lambda e: f"of the guest: {', '.join(sorted(e['guest']))}",
     "power": lambda e: f"{e['restarted']} has booted again, the other VM has not",
     "reboot": lambda e: f"{len(e['slices'])} VMs have booted again after their host",
-    "release": lambda e: f"{e['shutdown']} shutdown, nothing left, slot {e['slot']}",
-    "wipe_proof": lambda e: f"{e['proof']['method']}; {e['canary_copies_on_disk']} canaries left",
+    "release": lambda e: f"{e['shutdown']} shutdown, nothing left, slots {', '.join(e['slots'])}",
+    "wipe_proof": lambda e: (
+        f"{len(e['proofs'])} disks by {e['proofs'][0]['method']};"
+        f" {e['canary_copies_on_disk']} canaries left"
+    ),
     "blocked": lambda e: f"{e['error']['code']}: slot {e['slot']}",
     "recover": lambda e: ", ".join(
         f"slot {slot['status']}, {slot['health_state']}" for slot in e["inventory_after"].values()
@@ -74,7 +85,10 @@ def main() -> int:
     if firmware not in ("bios", "uefi"):
         console.print(f"SLICE_FIRMWARE: expected bios or uefi; found {firmware}", style="red")
         return 2
-    stage = Stage(REPOSITORY / "build" / "demo", firmware=firmware, console=console)
+    # Two slots on the first NUMA node need a processor each.
+    os.environ.setdefault("GPUAAS_LAB_CPUS_PER_NODE", "2")
+    folder = REPOSITORY / "build" / "demo"
+    stage = Stage(folder, firmware=firmware, console=console, slots=(0, 1, 3))
     report = Report(REPOSITORY / "build" / "demo.json", console)
     if not play(stage, report):
         return interruption.EXIT_CODE

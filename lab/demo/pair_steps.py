@@ -30,8 +30,8 @@ print(json.dumps({"ping": ping.stdout + ping.stderr, "tcp": tcp}))
 
 
 def provision(stage: Stage) -> Evidence:
-    """Launch two slices at once, and wait for the first; the second may boot longer."""
-    first = slice_steps.launch(stage)
+    """Launch two slices at once and wait for the first, which has two GPUs."""
+    first = slice_steps.launch(stage, gpu_count=2)
     stage.facts["second"] = slice_steps.launch(stage, hostname="second")
     evidence = slice_steps.provisioned(stage, first)
     return {**evidence, "beside": stage.facts["second"]["id"]}

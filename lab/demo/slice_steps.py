@@ -104,7 +104,7 @@ def telemetry(stage: Stage) -> Evidence:
 
 
 def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: None) -> Evidence:
-    """Release the slice: graceful shutdown, removal of all traces, wipe, proof, available slot.
+    """Release the slice: graceful shutdown, removal of all traces, wipe, proof, available slots.
 
     `meanwhile` runs as soon as the task exists.
     """
@@ -118,20 +118,24 @@ def release(stage: Stage, meanwhile: Callable[[str], object] = lambda _task_id: 
         "allocation": ended["state"],
         "shutdown": result["shutdown"],
         "absence": result["absence"],
-        "slot": slot_of(stage, ended)["status"],
+        "slots": [slot["status"] for slot in slots_of(stage, ended)],
     }
 
 
 def wipe_proof(stage: Stage) -> Evidence:
-    """Check the stored proof, and search the whole disk and the GPU for the tenant's data."""
-    slot = slot_of(stage, stage.facts["allocation"])
-    copies = canary.count(disk_file(stage), stage.facts["canary"])
-    words = ("python3", "-", "--remains", slot["gpu_pci_address"])
-    gpu = json.loads(stage.on_host(*words, stdin=PROOF.read_text()))
-    if copies or not gpu["ok"] or slot["status"] != "available":
-        raise LabError(f"slot {slot['status']}, canary found {copies} times; in the GPU: {gpu}")
-    proof = {"proof": slot["last_proof"], "slot": slot["status"]}
-    return {**proof, "canary_copies_on_disk": copies, "gpu_after_reset": gpu}
+    """Check the stored proofs, and search the whole disks and the GPUs for the tenant's data."""
+    slots = slots_of(stage, stage.facts["allocation"])
+    mark, places = stage.facts["canary"], range(len(slots))
+    copies = sum(canary.count(disk_file(stage, place), mark) for place in places)
+    gpus = []
+    for slot in slots:
+        words = ("python3", "-", "--remains", slot["gpu_pci_address"])
+        gpus.append(json.loads(stage.on_host(*words, stdin=PROOF.read_text())))
+    status = [slot["status"] for slot in slots]
+    if copies or not all(gpu["ok"] for gpu in gpus) or set(status) != {"available"}:
+        raise LabError(f"slots {status}, canary found {copies} times; in the GPUs: {gpus}")
+    proofs = [slot["last_proof"] for slot in slots]
+    return {"proofs": proofs, "canary_copies_on_disk": copies, "gpus_after_reset": gpus}
 
 
 def blocked(stage: Stage) -> Evidence:
@@ -219,10 +223,13 @@ def why(stage: Stage, allocation: dict[str, Any]) -> str:
 
 
 def slot_of(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
-    slot_id = allocation["claims"][0]["slot_id"]
-    slots = stage.api().get(stage.path("/resource-slots"))["items"]
-    slot: dict[str, Any] = next(slot for slot in slots if slot["id"] == slot_id)
-    return slot
+    """Return the slot of the first GPU."""
+    return slots_of(stage, allocation)[0]
+
+
+def slots_of(stage: Stage, allocation: dict[str, Any]) -> list[dict[str, Any]]:
+    slots = {slot["id"]: slot for slot in stage.api().get(stage.path("/resource-slots"))["items"]}
+    return [slots[claim["slot_id"]] for claim in allocation["claims"]]
 
 
 def gateway_settings(stage: Stage, allocation: dict[str, Any] | None = None) -> Path:

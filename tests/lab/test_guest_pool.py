@@ -128,7 +128,7 @@ def test_a_pool_works_in_a_slice_from_its_launch_to_its_release(
     secret = slice_steps.in_guest(stage, f"sudo cat {guest_pool.TOKEN}").strip()
     assert _opens(stage, secret)
     evidence = slice_steps.release(stage)
-    assert (evidence["allocation"], evidence["slot"]) == ("released", "available")
+    assert (evidence["allocation"], evidence["slots"]) == ("released", ["available"])
     assert shown()["allocation_id"] is None
     assert not _opens(stage, secret)
     stage.api().post(f"/pools/{pool['id']}/stop")
