@@ -218,6 +218,12 @@ class Attacks:
         ))  # fmt: skip
         assert last.split()[-2:] == ["lost", "0"], last
 
+    def remove(self) -> None:
+        """Take the attack out of the guests; from their next boot on it would send by itself."""
+        stop = "sudo systemctl -q disable --now attack.service"
+        for each in self.slices:
+            slice_steps.in_guest(self.stage, stop, allocation=each.allocation)
+
     def events(self) -> list[Event]:
         """Tokens on the host's interfaces since the networks were laid out, up to now."""
         self._watch()

@@ -21,11 +21,10 @@ def of_host(stage: Stage, file: Path, *words: str) -> Capture:
     return _made(stage, file, *byhand.way(stage), *key, "--kind", "host", *words)
 
 
-def of_guest(stage: Stage, file: Path, *words: str) -> Capture:
+def of_guest(stage: Stage, allocation: dict[str, Any], file: Path, *words: str) -> Capture:
     """Capture the guest with the tenant's key; the reconciler supplies address, user and route."""
-    allocation = stage.facts["allocation"]["id"]
     key = str(stage.folder / "tenant_key")
-    return _made(stage, file, "--allocation", allocation, "--ssh-key", key, *words)
+    return _made(stage, file, "--allocation", allocation["id"], "--ssh-key", key, *words)
 
 
 def probes(capture: Capture) -> dict[str, Capture]:

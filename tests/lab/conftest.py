@@ -22,10 +22,10 @@ ENDING = pytest.StashKey[contextlib.ExitStack]()
 # The files play a single story on a single host: each continues from the state that the previous
 # file left.
 STORY = (
-    "test_main_path",
-    "test_roles",
+    "test_slice_host",
     "test_two_slices",
     "test_upkeep",
+    "test_roles",
     "test_guest_pool",
     "test_power_cut",
     "test_entry_points",
@@ -42,7 +42,6 @@ LONG = frozenset(
     {
         *ALONE,
         "test_roles",
-        "test_two_slices",
         "test_guest_pool",
         "test_power_cut",
         "test_entry_points",
@@ -82,7 +81,7 @@ def story() -> Chapter:
 
 @pytest.fixture(scope="session")
 def stage(request: pytest.FixtureRequest, story: Chapter) -> Iterator[Stage]:
-    """Stage for the story of test_main_path.py.
+    """Stage for the story of test_slice_host.py and the files after it.
 
     A session without that file starts from a host in the state after it: a saved host if none of
     its sources has changed, else a host that is prepared and saved now.
@@ -109,9 +108,6 @@ def stage(request: pytest.FixtureRequest, story: Chapter) -> Iterator[Stage]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the chapters of the story for which a slow machine has no time."""
     end = float(os.environ.get("SLICE_TEST_LAB_ENDS", "inf"))
-    if item.path.stem == "test_roles":
-        # The tests after the scenario of the day tell more, and are to begin, too.
-        end -= scenarios.DAILY_S
     if _is_ours(item) and time.time() > end:
         pytest.skip("not begun: the time for it, by SLICE_TEST_LAB_ENDS, is over")
 

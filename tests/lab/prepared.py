@@ -1,4 +1,4 @@
-"""Prepared slice host for lab tests: saved by the main path, loaded by tests of other subjects.
+"""Prepared slice host: saved by test_slice_host.py, loaded by lab tests of other subjects.
 
 A saved host is loaded while all its sources are unchanged: collection, profiles, lab, images.
 """
@@ -56,7 +56,7 @@ def key(firmware: str) -> str:
 
 
 def open_on(stage: Stage) -> Done:
-    """Bring the stage to the state after the main path; return the facts that later files need."""
+    """Bring the stage to the state after test_slice_host.py; return what later files need."""
     done = _loaded(stage)
     if done is None:
         done = _prepare(stage)
@@ -137,7 +137,7 @@ def _loaded(stage: Stage) -> Done | None:
 
 
 def _prepare(stage: Stage) -> Done:
-    """Play the steps of the main path; other tests verify them."""
+    """Play the steps of test_slice_host.py, which verifies them."""
     host_steps.host(stage)
     done: Done = {"deployed": traces.look(stage)}
     for step in STEPS:

@@ -1,8 +1,15 @@
-"""What a host is asked: a new parity proof, and its differences from the records."""
+"""What a host and the service are asked about the state of things, and what a refusal keeps."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
 from lab.demo.stage import Stage
+from reconciler.model.errors import Problem
 
 
 def prove_again(stage: Stage) -> None:
@@ -22,3 +29,42 @@ def differences(stage: Stage) -> set[str]:
     result = stage.task(stage.path("/drift"))
     assert (result["unknown"], result["skipped"]) == ({}, [])
     return {each["code"] for each in result["differences"]}
+
+
+def records(stage: Stage) -> dict[str, Any]:
+    """Records that no refusal may change: slots, allocations, claims, tasks, audit log."""
+    api = stage.api()
+    fields = ("state", "generation", "claims", "task_ids")
+    allocations = {}
+    for row in list(api.items("/admin/allocations")):
+        found = api.get(f"/admin/allocations/{row['id']}")
+        allocations[row["id"]] = {name: found[name] for name in fields}
+    return {
+        "slots": list(api.items(stage.path("/resource-slots"))),
+        "allocations": allocations,
+        "audit": list(api.items("/admin/audit")),
+    }
+
+
+def refusal(stage: Stage, ask: Callable[[], Any]) -> str:
+    """Return the code with which the request is refused; the request must change nothing."""
+    before = records(stage)
+    with pytest.raises(Problem) as refused:
+        ask()
+    problem = refused.value
+    assert problem.expected and problem.found and problem.remedy
+    assert records(stage) == before, problem.code
+    return problem.code
+
+
+def ledger_entry(stage: Stage, slot_id: str) -> dict[str, Any]:
+    """Return the host ledger's entry for a slot."""
+    text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def beginning(stage: Stage, device: str, mib: int = 16) -> str:
+    """Return a digest of the disk's first bytes, where an image or a signature would be."""
+    reader = f"dd if={device} bs=1M count={mib} iflag=direct status=none | sha256sum"
+    return stage.on_host("sh", "-c", f"'{reader}'").split()[0]

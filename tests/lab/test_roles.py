@@ -1,7 +1,7 @@
 """Molecule scenarios on the slice host: idempotence, drift, repair, and no leftovers.
 
-Plays on the host that test_main_path.py left: two slots, bound and available. No scenario touches a
-slot's devices. A scenario that needs a device or a disk takes an unapproved candidate.
+Plays on a prepared host with two slots, bound and available. No scenario touches a slot's devices.
+A scenario that needs a device or a disk takes an unapproved candidate.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
-"""Two tenants with root on one host: nothing of one reaches the other, the host or its networks.
+"""Two slices on one host, from launch to release, with what is refused and what is attacked.
 
-One slice boots by BIOS and one by UEFI, at the same time. Both send the whole table of attacks
-before, during and after a crash and a restart of the switch, and from their first packet after a
-power loss of the host.
+One slice boots by BIOS and one by UEFI, at the same time. Their tenants have root: both send the
+whole table of attacks before, during and after a crash and a restart of the switch, and from their
+first packet after a power loss of the host. The second slice is released, its slot is blocked and
+recovered, while the first one goes on.
 
-Plays on the host that test_main_path.py left: two slots, bound and available.
+Plays on the host that test_slice_host.py left: two slots, bound and available. The first slice
+stays for test_upkeep.py.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +21,168 @@ import pytest
 from lab.command import LabError
 from lab.demo import slice_steps
 from lab.demo.stage import Stage
-from tests.lab import byhand
+from lab.paths import cache_folder
+from tests.lab import byhand, captures, networks
 from tests.lab.attacks import Attacks
 from tests.lab.conftest import Chapter
-from tests.lab.proof import differences, prove_again
+from tests.lab.proof import beginning, differences, ledger_entry, prove_again, records, refusal
 
+# Of the two slices, in the order of their launch.
+FIRMWARE = ("bios", "uefi")
 # The guests of an emulated host need some minutes to boot.
 BOOT_S = 900
+QOS_ROWS = ("ovs-vsctl", "--timeout=60", "--bare", "--columns=_uuid", "list", "QoS")
+
+
+@pytest.mark.covers("CTRL-5")
+def test_more_gpus_than_one_node_has_are_refused(stage: Stage, story: Chapter) -> None:
+    story.needs("prepared")
+    assert refusal(stage, lambda: slice_steps.launch(stage, gpu_count=3)) == "no_capacity"
+    stage.use_vm(span_numa=False)
+    code = refusal(stage, lambda: slice_steps.launch(stage, gpu_count=2))
+    stage.use_vm(span_numa=True)
+    assert code == "numa_node_exceeded", "the slots are on two NUMA nodes"
+
+
+@pytest.mark.covers("I4", "SLICE-2", "P14")
+def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story: Chapter) -> None:
+    story.needs("prepared")
+    # Small, because an emulated host digests each byte.
+    content = os.urandom(4 << 20)
+    forged = cache_folder() / "forged.raw"
+    forged.write_bytes(content)
+    try:
+        body = {"name": "forged", "version": "1", "digest": "sha256:" + "0" * 64}
+        body |= {"size_bytes": len(content), "url": forged.as_uri()}
+        entry = stage.api().post("/admin/images", body)
+        disks = [slot["nvme_device"] for slot in stage.bundles()]
+        before = [beginning(stage, disk) for disk in disks]
+        allocation = slice_steps.launch(stage, image_id=entry["id"])
+        ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
+    finally:
+        forged.unlink()
+    assert ended["state"] == "failed"
+    error = ended["error"]
+    assert error["code"] == "image_digest_mismatch"
+    assert error["expected"] and error["found"] and error["remedy"]
+    # Nothing was written, so the slot is free at once and needs no wipe.
+    slot = slice_steps.slot_of(stage, ended)
+    assert slot["status"] == "available"
+    # The host's ledger and the disks confirm the run's report.
+    ledger = ledger_entry(stage, slot["id"])
+    assert (ledger["dirty"], ledger["allocation_id"]) == (False, "")
+    assert [beginning(stage, disk) for disk in disks] == before
+
+
+@pytest.mark.covers("CTRL-9", "I12", "I14", "I15", "I17", "SLICE-4", "SLICE-5")
+def test_two_slices_start_at_once_though_the_reconciler_is_killed(
+    stage: Stage, story: Chapter
+) -> None:
+    """One by BIOS and one by UEFI. After kill -9 in the middle of both runs these go on, and the
+    next reconciler settles them.
+    """
+    story.needs("prepared")
+    launched = [_launch(stage, firmware) for firmware in FIRMWARE]
+    stage.use_vm(firmware=stage.firmware)
+    _kill_the_reconciler(stage, launched[-1]["task_ids"][-1])
+    story.done["slices"] = [_active(stage, allocation) for allocation in launched]
+    stage.facts["allocation"] = story.done["slices"][-1]
+
+
+def _launch(stage: Stage, firmware: str) -> dict[str, Any]:
+    """Launch a slice; its run has read the firmware of the profile when this returns."""
+    stage.use_vm(firmware=firmware)
+    launched = slice_steps.launch(stage, terminal=True)
+    allocation = stage.api().get(f"/admin/allocations/{launched['id']}")
+    _await_progress(stage, allocation["task_ids"][-1])
+    return allocation
+
+
+def _active(stage: Stage, launched: dict[str, Any]) -> dict[str, Any]:
+    """Wait until a slice is ready, by the first attempt; check the evidence of its readiness."""
+    allocation = slice_steps.wait_for(stage, launched["id"], {"active", "failed"})
+    assert allocation["state"] == "active", slice_steps.why(stage, allocation)
+    task = stage.api().get(f"/admin/tasks/{launched['task_ids'][-1]}")
+    assert (task["state"], task["attempt"]) == ("succeeded", 1)
+    readiness = task["result"]["readiness"]
+    assert readiness["actual_ip"] == readiness["expected_ip"]
+    assert readiness["lease_state"] == "bound"
+    assert readiness["host_keys"][0].startswith("ssh-ed25519 ")
+    # The guest's own probe answered over the virtio-serial channel.
+    probes = {row["name"]: row for row in readiness["probes"]}
+    assert list(probes) == ["address", "lease", "ssh", "gpu_compute"]
+    assert all(row["ok"] for row in probes.values())
+    assert probes["gpu_compute"]["values"] == {"gpus": 1, "memory_bytes": 4096}
+    # Open vSwitch has the profile's limit for each direction, and a single QoS row for it.
+    wanted = stage.profile()["vm"]["mgmt_qos"]
+    limit = task["result"]["domain"]["qos"]
+    assert {name: limit[name] for name in wanted} == wanted
+    assert (limit["shaped_bps"], limit["rows"]) == (1000 * wanted["rate_kbps"], 1)
+    return allocation
+
+
+@pytest.mark.covers("CTRL-7")
+def test_an_active_allocation_is_not_force_cleaned(stage: Stage, story: Chapter) -> None:
+    story.needs("slices")
+    path = f"/admin/allocations/{stage.facts['allocation']['id']}/force-cleanup"
+    body = {"reason": "test", "runtime_verified_absent": True}
+    assert refusal(stage, lambda: stage.api().post(path, body)) == "allocation_active"
+
+
+@pytest.mark.covers("SLICE-3", "SLICE-4")
+def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
+    story.needs("slices")
+    evidence = slice_steps.login(stage)
+    assert evidence["user"] == slice_steps.USER
+    (gpu,) = evidence["gpu"]["gpus"]
+    assert gpu["remains"]["ok"], gpu
+    story.done["login"] = evidence
+
+
+@pytest.mark.covers("SLICE-9", "HOST-6")
+def test_a_guest_speaks_tcp_to_an_allowed_network(stage: Stage, story: Chapter) -> None:
+    """Through the guard and NAT, both ways, in a kernel's own tracking of connections."""
+    story.needs("login")
+    with networks.management(stage):
+        networks.assert_guest_uses_storage(stage)
+
+
+@pytest.mark.covers("SLICE-11")
+def test_telemetry_comes_from_the_host_and_from_the_guest(stage: Stage, story: Chapter) -> None:
+    """Over a real virtio-serial channel and the account that bootstrap added."""
+    story.needs("slices")
+    latest = slice_steps.telemetry(stage)
+    host, guest = latest["host"], latest["guest"]
+    assert (host["source"], host["state"], host["address_leased"]) == ("host", "running", True)
+    assert host["cpu_s"] > 0 and host["disk_read_bytes"] > 0 and host["received_packets"] > 0
+    assert guest["source"] == "guest" and guest["cuda"] in ("absent", None)
+    assert guest["cpus"] == host["vcpus"]
+    assert 0 < guest["memory_available_bytes"] < guest["memory_total_bytes"]
+    assert guest["memory_total_bytes"] < host["memory_bytes"]
+    assert 0 < guest["disk_free_bytes"] < guest["disk_total_bytes"]
+    # The account can do nothing but print, whatever is asked of it.
+    words = stage.on_host("cat", "/etc/ssh/gpuaas_principals/gpuaas-telemetry")
+    assert words.startswith("restrict,command=")
+    assert "gpuaas-telemetry" not in stage.on_host("cat", "/etc/ssh/gpuaas_principals/root")
+
+
+@pytest.mark.covers("I7", "HOST-9")
+def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter) -> None:
+    """The call carries the tenant's own fence, so that only QEMU's open descriptor protects the
+    disk."""
+    story.needs("login")
+    claim = stage.facts["allocation"]["claims"][0]
+    slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
+    ledger = ledger_entry(stage, slot["slot_id"])
+    # Only the partition table is stable, because the guest writes behind it.
+    before = beginning(stage, slot["nvme_device"], mib=1)
+    refused = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"]}]})
+    assert refused["failed"] and not refused["changed"], refused
+    assert refused["error"]["code"] == "disk_in_use"
+    assert "open in QEMU" in refused["error"]["found"]
+    assert refused["error"]["expected"] and refused["error"]["remedy"]
+    assert beginning(stage, slot["nvme_device"], mib=1) == before
+    assert ledger_entry(stage, slot["slot_id"]) == ledger
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +192,13 @@ def attacks(story: Chapter) -> Attacks:
     return attacks
 
 
-@pytest.mark.covers("I14", "I15", "I17")
-def test_two_slices_start_at_once_one_by_bios_and_one_by_uefi(stage: Stage, story: Chapter) -> None:
-    story.needs("prepared")
-    launched = [_launch(stage, firmware) for firmware in ("bios", "uefi")]
-    stage.use_vm(firmware=stage.firmware)
-    allocations = []
-    for allocation in launched:
-        ended = slice_steps.wait_for(stage, allocation["id"], {"active", "failed"})
-        assert ended["state"] == "active", slice_steps.why(stage, ended)
-        allocations.append(ended)
-    attacks = Attacks(stage, allocations)
-    assert attacks.install() == [["bios", "0"], ["uefi", "0"]]
-    story.done["attacks"] = attacks
-
-
 @pytest.mark.covers("SLICE-9", "HOST-6", "P9")
-def test_every_frame_is_seen_only_where_it_should_be(attacks: Attacks, story: Chapter) -> None:
+def test_every_frame_is_seen_only_where_it_should_be(stage: Stage, story: Chapter) -> None:
+    story.needs("slices")
+    attacks = Attacks(stage, story.done["slices"])
+    assert attacks.install() == [[firmware, "0"] for firmware in FIRMWARE]
     attacks.lay_out()
+    story.done["attacks"] = attacks
     assert attacks.one_round() == []
     story.done["attacked"] = True
 
@@ -67,6 +215,8 @@ def test_nothing_passes_while_the_switch_comes_back(
     attacks.await_world(after=back)
     attacks.order("stop")
     assert attacks.strays() == []
+    journal = ("journalctl", "-u", "gpuaas-slice-network-baseline.service", "-o", "cat")
+    assert "restored: guard_bridge" in stage.on_host(*journal)
     sent = [event for event in attacks.departures(attacks.events()) if down < event.at < back]
     places = {attacks.attacks[event.token].place for event in sent}
     assert places >= {each.place for each in attacks.slices}
@@ -105,38 +255,6 @@ def test_guests_are_guarded_from_their_first_packet_after_a_power_loss(
         assert (ended["state"], ended["error"]) == ("active", {})
 
 
-@pytest.mark.covers("I14", "I15", "I17")
-def test_the_host_holds_what_the_records_say_until_both_are_gone(
-    attacks: Attacks, stage: Stage, story: Chapter
-) -> None:
-    attacks.close()
-    assert differences(stage) == set()
-    # Both at once: each waits for its guest most of the time.
-    for each in attacks.slices:
-        path = f"/projects/{stage.facts['project']}/allocations/{each.allocation['id']}"
-        stage.api().post(f"{path}/release")
-    for each in attacks.slices:
-        path = f"/admin/allocations/{each.allocation['id']}"
-        stage.follow({"id": stage.api().get(path)["task_ids"][-1]})
-        ended = stage.api().get(path)
-        assert ended["state"] == "released"
-        assert slice_steps.slot_of(stage, ended)["status"] == "available"
-    assert differences(stage) == set()
-    story.done["both released"] = True
-
-
-def _launch(stage: Stage, firmware: str) -> dict[str, Any]:
-    """Launch a slice; its run has read the firmware of the profile when this returns."""
-    stage.use_vm(firmware=firmware)
-    allocation = slice_steps.launch(stage)
-    task_id = stage.api().get(f"/admin/allocations/{allocation['id']}")["task_ids"][-1]
-    end = time.monotonic() + 120
-    while not stage.api().get(f"/admin/tasks/{task_id}").get("progress"):
-        assert time.monotonic() < end, "the run did not start in two minutes"
-        time.sleep(0.5)
-    return allocation
-
-
 def _is_up(stage: Stage, allocation: dict[str, Any]) -> None:
     """Wait until the tenant can log in, under the host key that the guest had before."""
     end = time.monotonic() + BOOT_S
@@ -150,3 +268,163 @@ def _is_up(stage: Stage, allocation: dict[str, Any]) -> None:
             time.sleep(15)
         else:
             return
+
+
+@pytest.mark.covers("CTRL-9", "I12", "I14", "I15", "I17", "SLICE-6", "SLICE-7")
+def test_one_is_released_beside_the_other_though_the_reconciler_is_killed(
+    stage: Stage, story: Chapter
+) -> None:
+    """The host holds what the records say afterwards."""
+    story.needs("login")
+    if "attacks" in story.done:
+        story.done["attacks"].close()
+        story.done["attacks"].remove()
+    evidence = slice_steps.release(stage, lambda task_id: _kill_the_reconciler(stage, task_id))
+    assert evidence["allocation"] == "released"
+    assert evidence["shutdown"] == "graceful"
+    assert evidence["absence"]["absent"]
+    assert evidence["slots"] == ["available"]
+    # The limit of the other slice.
+    assert len(stage.on_host(*QOS_ROWS).split()) == 1
+    assert differences(stage) == set()
+    story.done["release"] = evidence
+
+
+@pytest.mark.covers("I4", "SLICE-6", "P11")
+def test_no_byte_of_the_tenant_is_left(stage: Stage, story: Chapter) -> None:
+    story.needs("release")
+    evidence = slice_steps.wipe_proof(stage)
+    (proof,) = evidence["proofs"]
+    assert proof["kind"] == "wipe"
+    assert evidence["canary_copies_on_disk"] == 0
+    # The tenant left a pattern in the whole buffer of its GPU, and values in its registers.
+    assert evidence["gpus_after_reset"][0]["buffer_bytes"] == 0
+    gpu = proof["document"]["gpu"]
+    assert (gpu["method"], gpu["scrub"]["method"], gpu["verified"]) == ("bus", "edu", True)
+
+
+@pytest.mark.covers("I10", "SLICE-1")
+def test_a_stale_fence_is_refused_by_the_host(stage: Stage, story: Chapter) -> None:
+    """The host's ledger has a higher fence than a run from an older claim carries."""
+    story.needs("release")
+    claim = stage.facts["allocation"]["claims"][0]
+    slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
+    device = slot["nvme_device"]
+    # The disk now has data to lose. With the present fence the same call wipes it, as the end
+    # shows.
+    stage.on_host("sh", "-c", f"'mkswap -q {device}; udevadm settle'")
+    ledger, disk = ledger_entry(stage, slot["slot_id"]), beginning(stage, device)
+    before = records(stage)
+
+    stale = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"] - 1}]})
+    assert stale["failed"]
+    assert not stale["changed"]
+    assert stale["error"]["code"] == "stale_fence"
+    assert stale["error"]["expected"] and stale["error"]["found"] and stale["error"]["remedy"]
+    assert ledger_entry(stage, slot["slot_id"]) == ledger
+    assert beginning(stage, device) == disk
+    assert records(stage) == before
+
+    wiped = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"]}]})
+    assert wiped["done"] == ["wipe_disk"], wiped
+    again = stage.module("nvme_wipe", {"slots": [{**slot, "fence": ledger["fence"]}]})
+    assert (again["failed"], again["changed"]) == (False, False), again
+    assert beginning(stage, device) != disk
+    assert not ledger_entry(stage, slot["slot_id"])["dirty"]
+
+
+@pytest.mark.covers("HOST-12")
+def test_host_and_vm_are_measured_by_the_same_harness(
+    stage: Stage, story: Chapter, tmp_path: Path
+) -> None:
+    """Measure the VM through its host, with the key from its console; missing tools are named."""
+    story.needs("release")
+    measured = story.done["slices"][0]
+    taken = {claim["slot_id"] for claim in measured["claims"]}
+    disk = next(one["nvme_device"] for one in stage.bundles() if one["slot_id"] not in taken)
+    node = stage.on_host("readlink", "-f", disk).strip()
+    written = captures.writes(stage, node)
+    files = [tmp_path / "bare.json", tmp_path / "slice.json"]
+    host = captures.of_host(stage, files[0], "--fio-target", disk)
+    assert captures.writes(stage, node) == written
+    targets = ["--fio-target", "/dev/vda", "--rdma-peer", "10.100.0.1"]
+    guest = captures.of_guest(stage, measured, files[1], "--sudo", "--vcpus", "1", *targets)
+    assert (guest["kind"], guest["vcpus"], guest["host"]["hostname"]) == ("vm", 1, "slice")
+    assert guest["harness"]["digest"] == host["harness"]["digest"]
+
+    found = captures.probes(guest)
+    for name in ("cpu", "memory"):
+        assert found[name]["status"] == "ok", found[name]["reason"]
+    lacking = {"disk": "tool_missing", "rdma": "tool_missing", "gpu": "cuda_driver_missing"}
+    for name, code in {**lacking, "vllm": "tool_missing"}.items():
+        assert (found[name]["status"], found[name]["reason"]["code"]) == ("unavailable", code)
+        assert found[name]["reason"]["remedy"]
+    assert captures.probes(host)["disk"]["status"] == "ok"
+
+    rows = captures.compared(stage, files, tmp_path / "difference.svg")
+    for metric in ("cpu.integer", "cpu.float", "memory.copy"):
+        assert rows[metric]["delta_percent"] is not None, rows[metric]
+        assert rows[metric]["direction"] in ("better", "worse", "same", "unclear")
+    missing = (rows["disk.read"]["direction"], rows["disk.read"]["note"])
+    assert missing == ("missing", "unavailable: tool_missing")
+
+
+@pytest.mark.covers("I6", "SLICE-3", "SLICE-5")
+def test_a_vm_whose_gpu_does_not_compute_blocks_its_slot(stage: Stage, story: Chapter) -> None:
+    """Its tenant's own cloud-config hides the GPU from the probe."""
+    story.needs("release")
+    evidence = slice_steps.blocked(stage)
+    assert evidence["health_state"] == "failed"
+    assert evidence["health_detail"]["allocation_id"] == evidence["allocation"]
+    assert evidence["error"]["code"] == "readiness_failed"
+    assert evidence["error"]["found"] == "gpu_compute: 0 GPUs compute, expected 1"
+    story.done["blocked"] = evidence
+
+
+@pytest.mark.covers("CTRL-7", "I21")
+def test_force_cleanup_wants_an_idempotency_key_and_keeps_to_it(
+    stage: Stage, story: Chapter
+) -> None:
+    story.needs("blocked")
+    path = f"/admin/allocations/{story.done['blocked']['allocation']}/force-cleanup"
+    body = {"reason": "test", "runtime_verified_absent": False}
+    api, other = stage.api(), {**body, "reason": "another"}
+    assert refusal(stage, lambda: api.post(path, body, key=None)) == "idempotency_key_required"
+    first = api.post(path, body, key="same-key")
+    assert api.post(path, body, key="same-key") == first
+    code = refusal(stage, lambda: api.post(path, other, key="same-key"))
+    assert code == "idempotency_key_reused"
+    # If the operator answers "not verified", the slot stays blocked.
+    slot = slice_steps.slot_of(stage, stage.facts["blocked"])
+    assert slot["status"] == "cleanup_blocked"
+
+
+@pytest.mark.covers("CTRL-7")
+def test_recovery_brings_the_slot_back(stage: Stage, story: Chapter) -> None:
+    story.needs("blocked")
+    evidence = slice_steps.recover(stage)
+    assert evidence["audit"]["events"]
+    assert all(slot["status"] == "available" for slot in evidence["inventory_after"].values())
+    stage.facts["allocation"] = story.done["slice"] = story.done["slices"][0]
+
+
+def _await_progress(stage: Stage, task_id: str) -> None:
+    """Wait until the task's run works on the host."""
+    end = time.monotonic() + 120
+    while True:
+        task = stage.api().get(f"/admin/tasks/{task_id}")
+        if task["state"] == "running" and task.get("progress"):
+            return
+        assert time.monotonic() < end, "the run did not start in two minutes"
+        time.sleep(0.5)
+
+
+def _kill_the_reconciler(stage: Stage, task_id: str) -> None:
+    """Kill the reconciler once the task's run works on the host; start a new one five seconds
+    later.
+    """
+    assert stage.service is not None
+    _await_progress(stage, task_id)
+    stage.service.kill()
+    time.sleep(5)
+    stage.service.start()
