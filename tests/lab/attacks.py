@@ -26,7 +26,7 @@ from tests.unit.plugins.module_utils.network import frames, rig
 from tests.unit.plugins.module_utils.network.frames import Attack
 
 REMOTE = Path(__file__).parent / "remote"
-# After each frame. The lab host has one emulated processor for both guests and the listener.
+# After each frame. Both guests and the listener share the lab host's emulated processors.
 PAUSE_S = 0.05
 # The first round is sent again and again; each other round is sent once, with tokens of its own.
 ROUNDS = 5

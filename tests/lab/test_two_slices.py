@@ -12,6 +12,7 @@ stays for test_upkeep.py.
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,11 @@ def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story
     story.needs("prepared")
     # Small, because an emulated host digests each byte.
     content = os.urandom(4 << 20)
-    forged = cache_folder() / "forged.raw"
-    forged.write_bytes(content)
+    forged = cache_folder() / "forged.zst"
+    subprocess.run(["zstd", "-q", "-f", "-o", forged], input=content, check=True)
     try:
         body = {"name": "forged", "version": "1", "digest": "sha256:" + "0" * 64}
-        body |= {"size_bytes": len(content), "url": forged.as_uri()}
+        body |= {"size_bytes": len(content), "url": forged.as_uri(), "compression": "zstd"}
         entry = stage.api().post("/admin/images", body)
         disks = [slot["nvme_device"] for slot in stage.bundles()]
         before = [beginning(stage, disk) for disk in disks]
