@@ -83,8 +83,10 @@ def test_bootstrap_reboots_into_a_slice_host(stage: Stage, story: Chapter) -> No
     assert "intel_iommu=on" in evidence["kernel_command_line"]
     assert "iommu=pt" in evidence["kernel_command_line"]
     # A boot loader that lacks commands waits for 40 seconds, and takes each condition for true.
-    console = Path(stage.host().folder) / "console.log"
-    assert "can't find command" not in console.read_text(errors="replace")
+    console = Path(stage.host().folder, "console.log").read_text(errors="replace")
+    # The file may begin with earlier hosts of this folder.
+    latest = console.rpartition("reboot: machine restart")[2]
+    assert "Welcome to GRUB" in latest and "can't find command" not in latest
     story.done["bootstrap"] = evidence
 
 

@@ -274,11 +274,12 @@ def _is_up(stage: Stage, allocation: dict[str, Any]) -> None:
 def test_one_is_released_beside_the_other_though_the_reconciler_is_killed(
     stage: Stage, story: Chapter
 ) -> None:
-    """The host holds what the records say afterwards."""
+    """The host holds what the records say before and after it."""
     story.needs("login")
     if "attacks" in story.done:
         story.done["attacks"].close()
         story.done["attacks"].remove()
+    assert differences(stage) == set()
     evidence = slice_steps.release(stage, lambda task_id: _kill_the_reconciler(stage, task_id))
     assert evidence["allocation"] == "released"
     assert evidence["shutdown"] == "graceful"
