@@ -35,11 +35,22 @@ for name in names:
     importlib.import_module(f"{modules.__name__}.{name}")
 print(json.dumps([sys.version_info[:2], names]))
 """
+# Prints the names of the compiled files.
+KEPT = b"""
+import json, marshal, pathlib
+kept = pathlib.Path("/var/cache/gpuaas-modules").iterdir()
+print(json.dumps([marshal.loads(file.read_bytes()[32:]).co_filename for file in kept]))
+"""
 MACHINE_ID = "0123456789abcdef0123456789abcdef"
 PLAY = """
+- hosts: all
+  gather_facts: false
+  tasks:
+    - gpuaas.slice.module_cache:
 - import_playbook: gpuaas.slice.discover
 - hosts: all
   gather_facts: false
+  environment: { PYTHONPATH: /usr/local/lib/gpuaas-modules }
   tasks:
     - gpuaas.slice.image_cache_info:
       register: cache
@@ -96,3 +107,9 @@ def test_the_modules_run_on_debian_13(host: Path, installed: Installed, tmp_path
     assert [result["changed"] for result in stats["names"]] == [True, True, False]
     assert stats["names"][-1]["resolved"] == {"api.gpuaas.example": ["192.0.2.20"]}
     assert "192.0.2.20\tapi.gpuaas.example\n" in (host / "etc/hosts").read_text()
+    # Of the modules that found the cache each file was compiled once, and by its own Python.
+    kept = subprocess.run([python, "-I", "-"], input=KEPT, stdout=subprocess.PIPE, check=True)
+    names = json.loads(kept.stdout)
+    assert len(names) == len(set(names)) > 50
+    assert "ansible_collections/gpuaas/slice/plugins/modules/api_names.py" in names
+    assert "ansible/module_utils/basic.py" in names

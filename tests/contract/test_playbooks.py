@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _module_cache
 
 from reconciler.lifecycle import host
 from reconciler.model.states import TaskKind
@@ -110,11 +111,14 @@ def test_a_playbook_uses_what_it_is_given(playbook: str) -> None:
 
 
 @pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
-def test_every_play_tells_its_modules_for_which_node_it_runs(playbook: str) -> None:
+def test_every_play_gives_its_modules_the_node_and_the_host_s_compiled_code(playbook: str) -> None:
     for play in yaml.safe_load((FOLDER / f"{playbook}.yml").read_text()):
         if "hosts" in play:
             node = "{{ (slice_run | default({})).node_id | default('') }}"
-            assert play["environment"] == {"GPUAAS_RUN_NODE": node}
+            assert play["environment"] == {
+                "GPUAAS_RUN_NODE": node,
+                "PYTHONPATH": _module_cache.LIBRARY,
+            }
 
 
 def test_playbooks_that_call_modules_have_an_argument_specification() -> None:

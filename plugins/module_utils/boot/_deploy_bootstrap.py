@@ -27,6 +27,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _host_tuning,
     _kernel_arguments,
     _libvirt_host,
+    _module_cache,
     _slice_mode,
     _telemetry_service,
     _tuning_opt_in,
@@ -201,6 +202,10 @@ def _packages(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("packages", _host_packages.SUBJECT, {"packages": packages, "optional": optional})
 
 
+def _modules(_profile: Mapping[str, Any]) -> Iterator[Part]:
+    yield Part("module_cache", _module_cache.SUBJECT, {})
+
+
 def _names(profile: Mapping[str, Any]) -> Iterator[Part]:
     if profile.get("api_names"):
         yield Part("api_names", _api_names.SUBJECT, {"names": profile["api_names"]})
@@ -248,6 +253,7 @@ _PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Part]]] = {
     # `_run` itself checks for tenants, before any part.
     "gpuaas.slice.host_idle": lambda _profile: iter(()),
     "gpuaas.slice.bootstrap_plan": lambda _profile: iter(()),
+    "gpuaas.slice.module_cache": _modules,
     "gpuaas.slice.slice_packages": _packages,
     "gpuaas.slice.api_names": _names,
     "gpuaas.slice.host_tuning": _tuning,

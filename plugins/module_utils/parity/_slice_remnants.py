@@ -18,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _grub_menu,
     _host_tuning,
     _kernel_arguments,
+    _module_cache,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _accounts,
@@ -348,6 +349,11 @@ def _given_back(check: str, subject: str) -> Item:
     return _none(check, f"{subject} as before", left, "given back")
 
 
+def _compiled(_facts: Facts) -> Iterator[Item]:
+    yield _gone("module_cache", _module_cache.LIBRARY)
+    yield _gone("module_cache", _module_cache.CODE)
+
+
 def _quiet(_facts: Facts) -> Iterator[Item]:
     yield _given_back("gpu_services_quiesced", "gpu-services")
     # A mask without a record may be the site's. Only this collection creates the drop-in.
@@ -406,6 +412,7 @@ MODE: dict[str, Look] = {
     "kernel_cmdline": _kernel,
     "vfio_modules": _modules,
     "boot_services": _files,
+    "module_cache": _compiled,
     "gpu_services_quiesced": _quiet,
     "libvirt_service": _libvirt_service,
     "reboot_required": _reboot,

@@ -52,7 +52,7 @@ def test_a_confirmed_plan_is_carried_out_on_the_host_that_it_was_made_for(tmp_pa
     plan = result(planned)
     assert plan["ok"] and planned.rstrip().endswith("}")
     steps = {row["part"]: row["steps"] for row in plan["evidence"]["plan"]}
-    assert list(steps)[:4] == ["packages", "tuning", "gpu_services", "kernel"]
+    assert list(steps)[:3] == ["module_cache", "packages", "tuning"]
     assert "write_file(/etc/modprobe.d/gpuaas-vfio.conf)" in steps["kernel"]
     assert "write_file(/etc/gpuaas/slice-mode.json)" in steps["slice_mode"]
     kernel = plan["evidence"]["kernel"]

@@ -18,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _host_tuning,
     _kernel_arguments,
     _libvirt_host,
+    _module_cache,
     _slice_mode,
     _tuning_profiles,
 )
@@ -335,6 +336,15 @@ def slice_mode_absent(site: Site) -> Case:
     return _slice_mode.SUBJECT, {"profile": None, "state": "absent"}
 
 
+def module_cache(_site: Site) -> Case:
+    return _module_cache.SUBJECT, {"state": "present"}
+
+
+def module_cache_absent(site: Site) -> Case:
+    assert _change.drive(*module_cache(site), check_mode=False).failure is None
+    return _module_cache.SUBJECT, {"state": "absent"}
+
+
 def api_names(_site: Site) -> Case:
     _host.write(_api_names.HOSTS, "# manage_etc_hosts\n127.0.0.1 localhost\n")
     _host.write(_api_names.TEMPLATE, "## template:jinja\n127.0.0.1 localhost")
@@ -364,7 +374,7 @@ CASES = [
     tenant_disks_used, host_packages, fstab_back, image_present, image_absent,
     kernel_arguments_new, kernel_arguments_amd, kernel_arguments_edited, kernel_arguments_absent,
     gpu_services, gpu_services_restored, slice_mode, slice_mode_other, slice_mode_absent, api_names,
-    api_names_edited, api_names_none,
+    api_names_edited, api_names_none, module_cache, module_cache_absent,
 ]  # fmt: skip
 
 

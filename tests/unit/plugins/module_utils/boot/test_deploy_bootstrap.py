@@ -66,7 +66,7 @@ def test_the_order_of_the_parts_is_the_playbooks(monkeypatch: pytest.MonkeyPatch
     plays[0]["tasks"][0]["block"].reverse()
     monkeypatch.setattr(_deploy_bootstrap, "_carried", lambda _name: json.dumps(plays))
     names = [part.name for part in _deploy_bootstrap.parts(profile("lab"))]
-    assert names[0] == "slice_mode" and names[-1] == "packages"
+    assert names[0] == "slice_mode" and names[-2:] == ["packages", "module_cache"]
 
 
 def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
@@ -75,8 +75,8 @@ def test_the_parts_are_what_the_playbook_gives_its_roles() -> None:
     server["fabric"] |= site
     parts = {part.name: part.params for part in _deploy_bootstrap.parts(server)}
     assert list(parts) == [
-        "packages", "tuning", "gpu_services", "kernel", "libvirt", "fabric", "ipoib", "network",
-        "telemetry", "slice_mode",
+        "module_cache", "packages", "tuning", "gpu_services", "kernel", "libvirt", "fabric",
+        "ipoib", "network", "telemetry", "slice_mode",
     ]  # fmt: skip
     assert parts["packages"]["packages"] == [*_host_packages.REQUIRED, *server["packages"]]
     # Not every distribution has this package, and a host works without it.
@@ -473,7 +473,7 @@ def test_the_generated_file_stands_alone(tmp_path: Path) -> None:
     assert done.stderr == ""
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     steps = [words[2] for words in lines]
-    assert steps[:3] == ["step=packages", "step=tuning", "step=gpu_services"]
+    assert steps[:3] == ["step=module_cache", "step=packages", "step=tuning"]
     assert steps[-1] == "step=slice_mode"
     assert {words[1] for words in lines} <= {"status=PASS", "status=PLANNED", "status=FAIL"}
     assert done.returncode == int(any("status=FAIL" in words for words in lines))

@@ -13,6 +13,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _grub_menu,
     _host_tuning,
     _kernel_arguments,
+    _module_cache,
     _vfio_bind,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
@@ -119,6 +120,8 @@ FILES = [
     ("boot_services", "/usr/local/sbin/gpuaas-slice-network-baseline.sh", "x"),
     ("boot_services", "/usr/local/lib/gpuaas/x.py", "x"),
     ("boot_services", _boot_files.HOOK, "x"),
+    ("module_cache", _module_cache.PROGRAM, "x"),
+    ("module_cache", f"{_module_cache.CODE}/code", "x"),
     ("gpu_services_quiesced", "/var/lib/gpuaas/before/gpu-services.json", "{}"),
     ("gpu_services_quiesced", f"{UNITS}/a.service.d/90-gpuaas-slice.conf", "[Unit]\n"),
     ("network_service", "/var/lib/gpuaas/before/network.json", "{}"),
