@@ -11,12 +11,14 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Ansible sends each module as sources, which the host compiles in each task. A host with this
-    cache compiles a source once, which halves the time until a module begins.
-  - Writes a C(sitecustomize.py) of its own folder, which the playbooks of this collection name in
-    C(PYTHONPATH) of their modules, and a folder that only root reads. Code is kept by the digest
-    of its source and of the version of Python, so that another release, or another source, never
-    gets it. Without the cache, or with a damaged one, modules compile as before.
-  - No other program on the host uses it. O(state=absent) removes all of it.
+    cache, and with Python 3.10 or newer, compiles each source once.
+  - Writes C(/usr/local/lib/gpuaas-modules/sitecustomize.py), which modules use whose environment
+    has this folder in C(PYTHONPATH), as in the playbooks of this collection, and the folder
+    C(/var/cache/gpuaas-modules), which only root reads. Code is found by the digest of its source.
+    Modules that find none, or damaged code, compile as without the cache. Programs that a module
+    starts do not use it. A C(sitecustomize) of the distribution is not loaded by these modules.
+  - A cache that cannot be installed is reported as a doubt, and is no failure.
+    O(state=absent) removes all of it.
 options:
   state:
     description: Whether the host keeps compiled code.
@@ -32,7 +34,7 @@ EXAMPLES = r"""
 - name: Keep compiled modules
   gpuaas.slice.module_cache:
 
-- name: Run modules of other playbooks with it, too
+- name: Use it in a playbook of the site
   hosts: slice_hosts
   environment: { PYTHONPATH: /usr/local/lib/gpuaas-modules }
 """

@@ -115,10 +115,9 @@ def test_every_play_gives_its_modules_the_node_and_the_host_s_compiled_code(play
     for play in yaml.safe_load((FOLDER / f"{playbook}.yml").read_text()):
         if "hosts" in play:
             node = "{{ (slice_run | default({})).node_id | default('') }}"
-            assert play["environment"] == {
-                "GPUAAS_RUN_NODE": node,
-                "PYTHONPATH": _module_cache.LIBRARY,
-            }
+            # A tenant who is root has these machines, which never have the cache.
+            cached = {} if "baremetal" in playbook else {"PYTHONPATH": _module_cache.LIBRARY}
+            assert play["environment"] == {"GPUAAS_RUN_NODE": node, **cached}
 
 
 def test_playbooks_that_call_modules_have_an_argument_specification() -> None:

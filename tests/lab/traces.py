@@ -44,6 +44,7 @@ udevadm settle --timeout=240 || true
 find /etc /usr/local /boot -xdev ! -type d ! -name 'initrd.img-*' -printf '%p\tis %M %U:%G %l\n'
 find /etc /usr/local /boot -xdev -type f ! -name 'initrd.img-*' -exec sha256sum {{}} + \
   | sed 's/^\([^ ]*\)  \(.*\)$/\2\tholds \1/'
+find /var/cache -maxdepth 1 -name 'gpuaas*' -printf '%p\tis %M %U:%G\n'
 systemctl list-unit-files --state=enabled,masked --plain --no-legend \
   | while read -r unit state _preset; do printf 'unit %s\tis %s\n' "$unit" "$state"; done
 for key in {" ".join(_SYSCTL)}; do printf 'sysctl %s\tis %s\n' "$key" "$(sysctl -n "$key")"; done

@@ -202,7 +202,7 @@ def _packages(profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("packages", _host_packages.SUBJECT, {"packages": packages, "optional": optional})
 
 
-def _modules(_profile: Mapping[str, Any]) -> Iterator[Part]:
+def _module_code(_profile: Mapping[str, Any]) -> Iterator[Part]:
     yield Part("module_cache", _module_cache.SUBJECT, {})
 
 
@@ -253,7 +253,7 @@ _PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Part]]] = {
     # `_run` itself checks for tenants, before any part.
     "gpuaas.slice.host_idle": lambda _profile: iter(()),
     "gpuaas.slice.bootstrap_plan": lambda _profile: iter(()),
-    "gpuaas.slice.module_cache": _modules,
+    "gpuaas.slice.module_cache": _module_code,
     "gpuaas.slice.slice_packages": _packages,
     "gpuaas.slice.api_names": _names,
     "gpuaas.slice.host_tuning": _tuning,

@@ -1,14 +1,15 @@
 """Importer that keeps the compiled code of Ansible's modules on the host.
 
 Ansible sends a module and its utilities as a zip file of sources. zipimport compiles each of them
-twice, once only to learn the name of its file, and keeps nothing; that is more than half of the
-time until a module begins. `boot/_module_cache.py` writes this file to the host as `sitecustomize`
-in a folder of its own, and the playbooks name that folder in their modules' environment. Python
-runs it before all else, so it needs the standard library only.
+twice, once only to learn the name of its file, and keeps nothing. `boot/_module_cache.py` writes
+this file to the host as `sitecustomize` in a folder of its own, which the playbooks name in the
+environment of their modules. Python runs it before all else, so it needs the standard library only.
+Before Python 3.10, zipimport takes only the main module from here.
 """
 
 from __future__ import annotations
 
+import _imp
 import contextlib
 import hashlib
 import marshal
@@ -19,10 +20,13 @@ from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from types import CodeType
 
+# Playbooks put it into the environment of their modules as PYTHONPATH.
+LIBRARY = "/usr/local/lib/gpuaas-modules"
 # Only root reads and writes it. Code of other users' modules is not kept.
 FOLDER = Path("/var/cache/gpuaas-modules")
-# Files in FOLDER. A release has about 250; beyond this all go, because most are of former releases.
+# At this many files all are removed; most then belong to former releases. A release has about 250.
 _MOST = 1000
+_VERSION = MAGIC_NUMBER + bytes([sys.flags.optimize])
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -37,27 +41,29 @@ class Importer(zipimport.zipimporter):
     def get_code(self, fullname: str) -> CodeType:
         filename = self.get_filename(fullname)
         source = self.get_data(filename)
-        # Within the zip file, because each run has another folder for it.
-        name = filename[len(self.archive) + 1 :]
-        key = hashlib.sha256(b"\0".join((MAGIC_NUMBER, name.encode(), source))).hexdigest()
-        code = _kept(FOLDER / key)
+        file = FOLDER / hashlib.sha256(_VERSION + source).hexdigest()
+        code = _load(file)
         if code is None:
-            code = compile(source, name, "exec", dont_inherit=True)
-            _keep(FOLDER / key, code)
+            code = compile(source, filename, "exec", dont_inherit=True)
+            _store(file, code)
+        # As importlib does with its own files: each run has another folder for the zip file.
+        _imp._fix_co_filename(code, filename)
         return code
 
 
 def install() -> None:
-    """Use the importer in this process; Python programs that it starts have their own site."""
-    os.environ.pop("PYTHONPATH", None)
+    """Use the importer in this process, and not in Python programs that it starts."""
     sys.path_hooks[:] = [
         Importer if hook is zipimport.zipimporter else hook for hook in sys.path_hooks
     ]
+    sys.path[:] = [path for path in sys.path if path != LIBRARY]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != LIBRARY)
 
 
-def _kept(path: Path) -> CodeType | None:
+def _load(file: Path) -> CodeType | None:
     try:
-        content = path.read_bytes()
+        content = file.read_bytes()
     except OSError:
         return None
     digest, data = content[:_DIGEST], content[_DIGEST:]
@@ -68,17 +74,17 @@ def _kept(path: Path) -> CodeType | None:
     return code
 
 
-def _keep(path: Path, code: CodeType) -> None:
-    """A host whose disk is full, or without the folder, goes on without."""
+def _store(file: Path, code: CodeType) -> None:
+    """Write the code; on a full disk or without the folder, do nothing."""
     data = marshal.dumps(code)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         files = list(FOLDER.iterdir())
-        for file in files if len(files) >= _MOST else ():
-            file.unlink(missing_ok=True)
+        for old in files if len(files) >= _MOST else ():
+            old.unlink(missing_ok=True)
         draft.touch(0o600)
         draft.write_bytes(hashlib.sha256(data).digest() + data)
-        draft.replace(path)
+        draft.replace(file)
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink()

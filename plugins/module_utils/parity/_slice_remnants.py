@@ -8,6 +8,7 @@ the modules that write the files take long to load on a host. A test keeps both 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
@@ -18,7 +19,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _grub_menu,
     _host_tuning,
     _kernel_arguments,
-    _module_cache,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _accounts,
@@ -29,6 +29,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host_snapshot,
     _ledger,
     _managed_block,
+    _module_importer,
     _object_names,
     _pci,
 )
@@ -350,8 +351,8 @@ def _given_back(check: str, subject: str) -> Item:
 
 
 def _compiled(_facts: Facts) -> Iterator[Item]:
-    yield _gone("module_cache", _module_cache.LIBRARY)
-    yield _gone("module_cache", _module_cache.CODE)
+    yield _gone("module_cache", _module_importer.LIBRARY)
+    yield _gone("module_cache", str(_module_importer.FOLDER))
 
 
 def _quiet(_facts: Facts) -> Iterator[Item]:
@@ -429,7 +430,7 @@ def _gone(check: str, path: str) -> Item:
 
 
 def _file(path: str) -> str:
-    return "is there" if _host.path(path).exists() else "absent"
+    return "is there" if os.path.lexists(_host.path(path)) else "absent"
 
 
 def _service(facts: Facts, check: str, name: str) -> Iterator[Item]:

@@ -14,7 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _accounts, _command, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _accounts,
+    _command,
+    _host,
+    _module_importer,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _usage
 
 # Sections whose differences can give access to the next tenant's machine or run a program on it.
@@ -36,7 +41,10 @@ _WATCHED = (
 # Host certificates are renewed before they end (playbook renew_certificate), also while a tenant
 # has the machine. A certificate is trusted only if the site's CA has signed it for this key.
 _RENEWED = "-cert.pub"
-_PROGRAMS = ("/usr/local/sbin", "/usr/local/bin", "/usr/local/lib/systemd", "/boot/grub/grub.cfg")
+_PROGRAMS = (
+    *("/usr/local/sbin", "/usr/local/bin", "/usr/local/lib/systemd", "/boot/grub/grub.cfg"),
+    _module_importer.LIBRARY,
+)
 # Higher ports are ephemeral: they appear and disappear in normal operation.
 _LAST_FIXED_PORT = 32_767
 # A larger file is identified by size and time, because these files are configuration, not data.

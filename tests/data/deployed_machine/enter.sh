@@ -6,7 +6,7 @@ scratch=$1 program=$2
 shift 2
 mount --make-rprivate /
 mount -t tmpfs scratch "$scratch"
-for folder in etc var/lib usr/local boot; do
+for folder in etc var/lib var/cache usr/local boot; do
   mkdir -p "$scratch/$folder/upper" "$scratch/$folder/work"
   mount -t overlay overlay -o "lowerdir=/$folder,upperdir=$scratch/$folder/upper,workdir=$scratch/$folder/work" "/$folder"
 done

@@ -1,8 +1,9 @@
 # Bootstrap ($1) and restore (profile: $2) of a copy of a machine, played by test_restore_baremetal.py.
 everything() {
   # useradd and userdel keep the file as it was before them, with a dash after its name.
-  find /etc /usr/local /boot \( -type f -o -type l \) ! -path '/etc/*-' ! -name '*.pyc' \
+  find /etc /usr/local /boot \( -type f -o -type l \) ! -path '/etc/*-' \
     -exec md5sum {} + 2>/dev/null | sort
+  find /var/cache -maxdepth 1 -name 'gpuaas*'
   # Services, rules, interfaces, forwarding; not the logs of calls.
   ls /run/machine | grep -vx -e calls -e watch; iptables -t nat -S POSTROUTING
   for bridge in $(ovs-vsctl list-br); do

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _module_cache
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
 
-# As Ansible's: a module below packages without code, which runs as the main program.
+# As Ansible's: a module within packages, which runs as the main program.
 SOURCES = {
     "pack/__init__.py": "",
     "pack/util.py": "ANSWER = {answer}\n\n\ndef fail():\n    raise ValueError(ANSWER)\n",
     "pack/module.py": "from . import util\n\nprint(__name__, util.ANSWER)\n",
 }
-# Prints the files that are compiled meanwhile, and what the module has printed.
+# Prints the files that are compiled, what the module printed, and a traceback.
 RUN = """
 import contextlib, io, json, os, runpy, sys, traceback
 compiled = []
@@ -34,25 +36,31 @@ try:
     util.fail()
 except ValueError:
     shown = traceback.format_exc()
-print(json.dumps({"compiled": [name for name in compiled if "pack" in name], "said": out.getvalue(),
-                  "file": util.__file__, "shown": shown, "path": os.environ.get("PYTHONPATH")}))
+print(json.dumps({"compiled": [name.split(".zip/")[1] for name in compiled if ".zip/" in name],
+                  "output": out.getvalue(), "file": util.__file__, "shown": shown,
+                  "path": sys.path, "environment": os.environ["PYTHONPATH"]}))
 """
 
 
 class Site:
-    """Folder of a host with the cache, below the tree of the test."""
+    """A host with the cache, below the folder of the test."""
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
-        assert _change.drive(_module_cache.SUBJECT, {}, check_mode=False).failure is None
-        program = _host.path(_module_cache.PROGRAM)
-        self.kept = _host.path(_module_cache.CODE)
-        # The program has the path on a host.
-        text = program.read_text().replace(_module_cache.CODE, str(self.kept))
-        program.write_text(text)
+        self.library, self.code = _host.path(_module_cache.LIBRARY), _host.path(_module_cache.CODE)
+        self.install()
 
-    def run(self, answer: object = 42) -> dict[str, Any]:
-        """Run the module from a zip file in a folder of its own, as each task does."""
+    def install(self) -> None:
+        assert drive() == ["write_program", "make_folder"]
+        # The program has the paths of a host.
+        program = _host.path(_module_cache.PROGRAM)
+        text = program.read_text().replace(_module_cache.CODE, str(self.code))
+        program.write_text(text.replace(_module_cache.LIBRARY, str(self.library)))
+
+    def run(self, answer: object = 42) -> list[str]:
+        """Run the module from a zip file in a folder of its own, as each task does; return the
+        files that were compiled.
+        """
         folder = self.tree / f"run-{len(list(self.tree.glob('run-*')))}"
         folder.mkdir()
         with zipfile.ZipFile(folder / "payload.zip", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -60,19 +68,27 @@ class Site:
                 archive.writestr(name, text.format(answer=answer) if "{" in text else text)
         done = subprocess.run(
             [sys.executable, "-c", RUN, folder / "payload.zip"],
-            env={**os.environ, "PYTHONPATH": str(_host.path(_module_cache.LIBRARY))},
+            env={**os.environ, "PYTHONPATH": f"{self.library}:/site"},
             capture_output=True,
             text=True,
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
         result: dict[str, Any] = json.loads(done.stdout)
-        assert result["said"] == f"__main__ {answer}\n"
+        assert result["output"] == f"__main__ {answer}\n"
         assert result["file"] == f"{folder}/payload.zip/pack/util.py"
+        # Ansible finds out by the file of a frame which collection a deprecation belongs to.
+        assert f'File "{folder}/payload.zip/pack/util.py", line 5, in fail' in result["shown"]
         assert "raise ValueError(ANSWER)" in result["shown"]
-        # Programs that the module starts have their own.
-        assert result["path"] is None
-        return result
+        assert str(self.library) not in result["path"] and "/site" in result["path"]
+        assert result["environment"] == "/site"
+        return sorted(result["compiled"])
+
+
+def drive(**params: str) -> list[str]:
+    outcome = _change.drive(_module_cache.SUBJECT, params, check_mode=False)
+    assert outcome.failure is None
+    return outcome.done
 
 
 @pytest.fixture
@@ -81,51 +97,84 @@ def site(tree: Path) -> Site:
 
 
 def test_a_source_is_compiled_once(site: Site) -> None:
-    assert sorted(site.run()["compiled"]) == sorted(SOURCES)
-    assert site.run()["compiled"] == []
+    assert site.run() == sorted(SOURCES)
+    assert site.run() == []
     # Another source of the same name is another code.
-    assert site.run(answer=43)["compiled"] == ["pack/util.py"]
-    assert site.run()["compiled"] == []
+    assert site.run(answer=43) == ["pack/util.py"]
+    assert site.run() == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 400, slice(-9), slice(0, 3)], ids=repr)
 def test_damaged_code_is_compiled_again(site: Site, damage: bytes | slice) -> None:
     site.run()
-    for file in site.kept.iterdir():
+    for file in site.code.iterdir():
         file.write_bytes(damage if isinstance(damage, bytes) else file.read_bytes()[damage])
-    assert len(site.run()["compiled"]) == len(SOURCES)
-    assert site.run()["compiled"] == []
+    assert site.run() == sorted(SOURCES)
+    assert site.run() == []
 
 
 def test_code_is_kept_for_root_alone_and_not_without_end(site: Site) -> None:
     for number in range(1000):
-        (site.kept / f"old-{number}").touch()
+        (site.code / f"old-{number}").touch()
     site.run()
-    files = list(site.kept.iterdir())
+    files = list(site.code.iterdir())
     assert len(files) == len(SOURCES)
-    assert {file.stat().st_mode & 0o777 for file in (*files, site.kept)} == {0o600, 0o700}
+    assert {file.stat().st_mode & 0o777 for file in (*files, site.code)} == {0o600, 0o700}
+
+
+def test_modules_that_run_at_once(site: Site) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(site.run, range(6)))
+    assert [site.run(answer) for answer in range(6)] == [[]] * 6
 
 
 def test_a_host_without_the_folder_goes_on(site: Site) -> None:
-    site.kept.rmdir()
-    assert len(site.run()["compiled"]) == len(SOURCES)
-    assert len(site.run()["compiled"]) == len(SOURCES)
-    site.kept.touch()
-    assert len(site.run()["compiled"]) == len(SOURCES)
+    site.code.rmdir()
+    assert site.run() == site.run() == sorted(SOURCES)
+    site.code.touch()
+    assert site.run() == sorted(SOURCES)
+
+
+def test_python_keeps_no_copy_of_the_program(site: Site) -> None:
+    site.run()
+    assert sorted(file.name for file in site.library.iterdir()) == [
+        "__pycache__",
+        "sitecustomize.py",
+    ]
+    assert (site.library / "__pycache__").read_bytes() == b""
 
 
 def test_installed_once_and_removed_whole(tree: Path) -> None:
-    def done(**params: str) -> list[str]:
-        return _change.drive(_module_cache.SUBJECT, params, check_mode=False).done
-
-    before = sorted(tree.rglob("*"))
-    assert done() == ["write_program", "make_folder"]
-    assert done() == []
-    _host.write(_module_cache.PROGRAM, "raise SystemExit\n")
+    before = set(tree.rglob("*"))
+    assert drive() == ["write_program", "make_folder"]
+    assert drive() == []
     _host.path(_module_cache.CODE).chmod(0o755)
-    assert done() == ["write_program", "make_folder"]
+    _host.write(f"{_module_cache.LIBRARY}/zipimport.py", "raise SystemExit\n")
+    assert drive() == ["write_program", "make_folder"]
     (_host.path(_module_cache.CODE) / "code").touch()
-    assert done(state="absent") == ["remove_folder", "remove_folder"]
-    assert done(state="absent") == []
-    left = {path for path in tree.rglob("*") if path not in before}
-    assert {path.name for path in left} <= {"usr", "local", "lib", "var", "cache"}
+    assert drive(state="absent") == ["remove_folder", "remove_folder"]
+    assert drive(state="absent") == []
+    after = set(tree.rglob("*"))
+    assert {path.name for path in after - before} <= {"usr", "local", "lib", "var", "cache"}
+
+
+def test_a_link_in_place_of_a_folder_is_replaced_and_its_target_left_alone(tree: Path) -> None:
+    target = tree / "elsewhere"
+    target.mkdir(mode=0o755)
+    for path in (_module_cache.LIBRARY, _module_cache.CODE):
+        _host.path(path).parent.mkdir(parents=True, exist_ok=True)
+        _host.path(path).symlink_to(target)
+    assert drive() == ["write_program", "make_folder"]
+    assert list(target.iterdir()) == [] and target.stat().st_mode & 0o777 == 0o755
+    assert drive() == []
+    shutil.rmtree(_host.path(_module_cache.CODE))
+    _host.path(_module_cache.CODE).symlink_to(tree / "nowhere")
+    assert drive(state="absent") == ["remove_folder", "remove_folder"]
+    assert drive(state="absent") == []
+
+
+def test_a_cache_that_cannot_be_installed_is_a_doubt(tree: Path) -> None:
+    _host.path("/usr").mkdir(exist_ok=True)
+    _host.path("/usr/local").touch()
+    outcome = _change.drive(_module_cache.SUBJECT, {}, check_mode=False)
+    assert outcome.failure is None and len(outcome.doubts) == 1
