@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
+DISK_FULL = "host_disk_full"
 # Shows the time of a host in epoch seconds.
 CLOCK_COMMAND = "date +%s"
 
@@ -21,7 +22,7 @@ def full_disk(message: str) -> dict[str, str] | None:
     if not _FULL.search(message):
         return None
     return {
-        "code": "host_disk_full",
+        "code": DISK_FULL,
         "expected": "room for the modules of the run and their files on the host",
         "found": message,
         "remedy": "free space on the host (`df -h; df -i`), mostly in /tmp, /var or /root, then "

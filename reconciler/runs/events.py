@@ -20,7 +20,7 @@ from reconciler.runs.contract import ContractError
 _LARGEST_RESULT = 4 * 1024 * 1024
 _LONGEST_NAME = 200
 _MOST_NODES = 3
-# Length of an SSH message. Its end names the cause; a banner of the host may come before it.
+# Length of a message. Its end names the cause; a banner of the host may come before it.
 _LONGEST_REASON = 500
 # Actions and keywords that Ansible carries out on the controller, without the host. Before a role
 # it runs one of them unasked. A test compares the list with Ansible. Every other action counts as
@@ -61,7 +61,8 @@ class Recorder:
         self._written = written
         self.artifacts: Mapping[str, Any] = {}
         self.unreachable = False
-        self.unreachable_reason = ""
+        # Why the last task on the host failed or did not reach it, in the host's words.
+        self.reason = ""
         self.over = False
         # Nodes on which modules say that they ran; a host may name any, so few are kept.
         self.answered_by: set[str] = set()
@@ -120,8 +121,9 @@ class Recorder:
         }
         if status == "unreachable":
             self.unreachable = True
-            message = result.get("msg") if isinstance(result, Mapping) else None
-            self.unreachable_reason = _reason(message)
+            self.reason = _reason(result)
+        if status == "failed" and not self.unreachable:
+            self.reason = _reason(result)
         if status == "ok" and isinstance(result, Mapping) and result.get("changed") is True:
             line["event"] = "changed"
         if status == "failed" and (code := _code(result)):
@@ -151,8 +153,7 @@ def judge(recorder: Recorder, status: str, rc: int | None, seconds: float) -> di
     document = recorder.artifacts.get("slice_result")
     if document is None:
         missing = "unreachable" if recorder.unreachable else "result_missing"
-        reason = recorder.unreachable_reason
-        problem = f"{missing}: {reason}" if reason else missing
+        problem = f"{missing}: {recorder.reason}" if recorder.reason else missing
         return verdict | {"status": "failed", "problem": problem}
     if len(json.dumps(document)) > _LARGEST_RESULT:
         return verdict | {"status": "failed", "problem": "result_too_large"}
@@ -172,9 +173,12 @@ def _printable(name: object) -> str:
     return "".join(letter for letter in text if letter.isprintable())[:_LONGEST_NAME]
 
 
-def _reason(message: object) -> str:
-    """An SSH message on a single line."""
-    text = " ".join(message.split()) if isinstance(message, str) else ""
+def _reason(result: object) -> str:
+    """The message of SSH or of a module, and the end of what the module wrote, on a single line."""
+    if not isinstance(result, Mapping):
+        return ""
+    parts = [result.get(part) for part in ("msg", "module_stderr")]
+    text = " ".join(" ".join(part.split()) for part in parts if isinstance(part, str))
     return "".join(letter for letter in text if letter.isprintable())[-_LONGEST_REASON:]
 
 

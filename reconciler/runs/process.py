@@ -176,7 +176,7 @@ def _ssh_message(paths: RunPaths, manifest: dict[str, Any]) -> str:
         # The outcome of the run itself must be written in any case.
         return f"SSH could not be asked again: {failure}"
     shutil.rmtree(paths.artifacts.parent / _PROBE, ignore_errors=True)
-    return recorder.unreachable_reason
+    return recorder.reason if recorder.unreachable else ""
 
 
 def _forget_variables(paths: RunPaths) -> None:

@@ -138,8 +138,8 @@ def read_failure(outcome: Outcome) -> Failure:
         "found": problem,
         "remedy": _UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
     }
-    if outcome.unreachable:
-        ended = host_faults.full_disk(problem) or ended
+    # No module starts on a full disk, so no task of the playbook is left to give a result.
+    ended = host_faults.full_disk(problem) or ended
     return Failure("", ended, result.get("evidence", {}), known=False)
 
 

@@ -77,6 +77,15 @@ def test_why_a_host_was_not_reached_is_kept_and_is_only_text(tmp_path: Path) -> 
     assert "Host key" not in (tmp_path / "progress.jsonl").read_text()
 
 
+def test_why_the_last_task_failed_is_kept_when_no_result_follows(tmp_path: Path) -> None:
+    full = "No usable temporary directory found in ['/tmp']"
+    said = {"msg": "MODULE FAILURE: see stderr", "module_stderr": f"Traceback\n{full}\n"}
+    lost = {"event": "runner_on_failed", "event_data": {"task": "Look", "res": said}}
+    verdict = judge(recorder(tmp_path, lost, stats(None)), "failed", 2, 1.0)
+    expected = f"result_missing: MODULE FAILURE: see stderr Traceback {full}"
+    assert (verdict["problem"], verdict["unreachable"]) == (expected, False)
+
+
 @pytest.mark.covers("I13")
 @pytest.mark.parametrize("status", ["timeout", "canceled"])
 def test_a_run_that_was_stopped_has_no_result(tmp_path: Path, status: str) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock
+from reconciler.db import clock, rows
 from reconciler.db.engine import transaction
-from reconciler.db.schema import Task, tasks
+from reconciler.db.schema import Node, Task, tasks
+from reconciler.lifecycle import drift
+from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
 from reconciler.records import nodes, queue
 from reconciler.runs import collect, lock, ssh
@@ -54,6 +56,8 @@ def failed(code: str, found: str) -> Outcome:
         (failed("task_failed", FULL), "host_disk_full"),
         (failed("system_error", DIED), "host_disk_full"),
         (Outcome("failed", None, COPY, unreachable=True), "host_disk_full"),
+        (Outcome("failed", None, f"result_missing: {FULL}"), "host_disk_full"),
+        (Outcome("failed", None, "result_missing: something else"), "run_failed"),
         (failed("task_failed", "something else"), "task_failed"),
         # A refusal of a module keeps its own name.
         (failed("image_too_large", DIED), "image_too_large"),
@@ -63,6 +67,30 @@ def test_a_full_disk_of_the_host_has_its_name(outcome: Outcome, code: str) -> No
     error = read_failure(outcome).error
     assert error["code"] == code
     assert set(error) == {"code", "expected", "found", "remedy"} and all(error.values())
+
+
+def test_a_host_whose_disk_is_full_gets_no_other_launch(
+    sold: Site, runs: Runs, attend: Callable[[], Task]
+) -> None:
+    launched(sold)
+    # Nothing starts on the host, so the playbook cannot look at what is left either.
+    runs.outcome = Outcome("failed", None, f"result_missing: {FULL}")
+    task = attend()
+    assert task.error["code"] == "host_disk_full" and "df -h" in task.error["remedy"]
+    with transaction(sold.engine) as conn:
+        assert "cleanup_blocked" in sold.statuses(conn)
+        node = rows.get(conn, Node, "n1")
+        assert (node.health_state, node.health_detail["code"]) == ("failed", "host_disk_full")
+    with pytest.raises(Problem, match="no_capacity"):
+        launched(sold)
+
+    # A comparison that fails for the same reason changes nothing, and one that ends well frees it.
+    with transaction(sold.engine) as conn:
+        drift.queue_comparison(conn, "n1", ADMIN)
+    runs.alive = False
+    assert attend().error["code"] == "host_disk_full"
+    with transaction(sold.engine) as conn:
+        assert rows.get(conn, Node, "n1") == node
 
 
 @pytest.fixture
