@@ -126,7 +126,7 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
     header = {"schema": 1, "intent": request.intent, "profile": str(request.profile["name"])}
     when = {"collected_at": _host.now(), "identity": _host.identity()}
     report = {**_check.report(outcomes), "dead_gpus": facts.dead_gpus}
-    report["reset_gpus"] = facts.reset_gpus
+    report |= {"missing_devices": facts.missing_devices, "reset_gpus": facts.reset_gpus}
     if facts.networks:
         report["networks"] = facts.networks
     return {"parity": {**header, **when, **report}}

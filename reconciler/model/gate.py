@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,16 @@ def blockers(evidence: GateEvidence) -> tuple[Blocker, ...]:
         blockers.append(Blocker("parity_failed", f"{evidence.parity.failures} checks fail"))
     blockers.extend(_fabric(evidence))
     if evidence.parity is not None:
+        blockers.extend(_missing(evidence.bundle, evidence.parity))
         blockers.extend(_gpu(evidence, evidence.parity))
     return tuple(blockers)
+
+
+def _missing(bundle: Bundle, parity: Sighting) -> Iterator[Blocker]:
+    lost = parity.document.get("missing_devices", ())
+    for device in (bundle.nvme_device, bundle.fabric_vf_pci_address):
+        if device in lost:
+            yield Blocker("device_missing", f"the host has no {device}")
 
 
 def _gpu(evidence: GateEvidence, parity: Sighting) -> list[Blocker]:

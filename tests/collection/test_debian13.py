@@ -39,7 +39,8 @@ print(json.dumps([sys.version_info[:2], names]))
 KEPT = b"""
 import json, marshal, pathlib
 kept = pathlib.Path("/var/cache/gpuaas-modules").iterdir()
-print(json.dumps([marshal.loads(file.read_bytes()[32:]).co_filename.split(".zip/")[1] for file in kept]))
+names = [marshal.loads(file.read_bytes()[32:]).co_filename for file in kept]
+print(json.dumps([name.split(".zip/")[1] for name in names]))
 """
 MACHINE_ID = "0123456789abcdef0123456789abcdef"
 PLAY = """

@@ -52,7 +52,7 @@ def fabric_vfs(facts: Facts) -> Verdict:
     """Each fabric card has its virtual functions, with the identities that slice mode gives them.
 
     The link state of each function follows its card's port, now and after the next boot. All
-    approved functions exist.
+    approved functions exist; a lost one blocks its own slot.
     """
     fabric = facts.profile["fabric"]
     link = str(fabric.get("link") or "")
@@ -70,9 +70,12 @@ def fabric_vfs(facts: Facts) -> Verdict:
         for device in physical
         if device.sriov_numvfs < int(fabric["vfs_per_pf"])
     ]
+    doubts = []
     for slot in facts.slots:
         address = slot["fabric_vf_pci_address"]
-        if address not in facts.devices:
+        if address in facts.spared:
+            doubts.append(f"{address} is not there: its slot is blocked")
+        elif address not in facts.devices:
             problems.append(f"{address} is not there")
         elif not (parent := facts.devices[address].physfn):
             problems.append(f"{address} is no virtual function")
@@ -89,7 +92,7 @@ def fabric_vfs(facts: Facts) -> Verdict:
     settings = {**cards, "count": fabric["vfs_per_pf"], "idle_vlan": _isolation_of(facts)[1]}
     problems += _file_edits.unlike_settings(_boot_units.FABRIC.settings_path, settings)
     made = sum(device.sriov_numvfs for device in physical)
-    return verdict(problems, f"{made} functions on {len(physical)} cards")
+    return verdict(problems, f"{made} functions on {len(physical)} cards", doubts)
 
 
 def fabric_isolation(facts: Facts) -> Verdict:

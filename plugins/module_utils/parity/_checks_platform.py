@@ -170,9 +170,7 @@ def vfio_binding(facts: Facts) -> Verdict:
     problems = []
     if not _host_mode.is_slice():
         problems.append("the host is not in slice mode: nothing would be bound at boot")
-    dead = facts.dead_gpus
-    # Without any GPU that answers, the fault is the host's.
-    spared = dead if len(dead) < len(facts.slots) else []
+    spared = [address for address in facts.passthrough if address in facts.spared]
     for address in facts.passthrough:
         if address in spared:
             continue

@@ -95,20 +95,25 @@ def rdma_tools(_facts: Facts) -> Verdict:
 
 def nvme_ownership(facts: Facts) -> Verdict:
     """Approved disks are present by identity, unused by the host, and raw unless a tenant has
-    them.
+    them. A lost disk blocks its own slot.
     """
     by_path = {disk.by_id: disk for disk in facts.disks}
     problems: list[str] = []
+    doubts: list[str] = []
     for slot in facts.slots:
-        disk = by_path.get(slot["nvme_device"])
+        path = slot["nvme_device"]
+        disk = by_path.get(path)
+        if disk is None and path in facts.spared:
+            doubts.append(f"{path} is not there: its slot is blocked")
+            continue
         if disk is None:
-            problems.append(f"{slot['nvme_device']} is not there")
+            problems.append(f"{path} is not there")
             continue
         try:
             problems += _disk_problems(slot, disk, facts.usage(disk))
         except Refusal as refusal:
             problems.append(f"{disk.disk_identity}: {refusal.code}: {refusal.found}")
-    return verdict(problems, f"{len(facts.slots)} approved disks of {len(facts.disks)}")
+    return verdict(problems, f"{len(facts.slots)} approved disks of {len(facts.disks)}", doubts)
 
 
 def slice_disks(facts: Facts) -> Verdict:

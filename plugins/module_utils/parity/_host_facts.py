@@ -179,6 +179,29 @@ class Facts:
         gpus = [str(slot["gpu_pci_address"]) for slot in self.slots if slot.get("gpu_pci_address")]
         return [gpu for gpu in gpus if gpu not in self.devices or not _pci.answers(gpu)]
 
+    @cached_property
+    def missing_devices(self) -> list[str]:
+        """Disks (by-id path) and fabric functions of approved slots that are not there."""
+        return [*self._missing_disks, *self._missing_functions]
+
+    @cached_property
+    def spared(self) -> set[str]:
+        """Devices that are lost and block their own slots only. Without any other device of their
+        kind, the fault is the host's.
+        """
+        lost = (self.dead_gpus, self._missing_disks, self._missing_functions)
+        return {device for devices in lost if len(devices) < len(self.slots) for device in devices}
+
+    @cached_property
+    def _missing_disks(self) -> list[str]:
+        present = {disk.by_id for disk in self.disks}
+        return [path for slot in self.slots if (path := str(slot["nvme_device"])) not in present]
+
+    @cached_property
+    def _missing_functions(self) -> list[str]:
+        functions = [str(slot.get("fabric_vf_pci_address") or "") for slot in self.slots]
+        return [function for function in functions if function and function not in self.devices]
+
     def card(self, address: str) -> _virtual_functions.Card:
         """A fabric card with its functions."""
         if address not in self._cards:

@@ -197,6 +197,20 @@ def test_the_newer_of_parity_and_proof_tells_whether_the_gpu_was_reset(
     assert codes(replace(evidence, parity=replace(parity, document=dead))) == ["gpu_dead"]
 
 
+def test_a_slot_whose_disk_or_function_is_lost_is_closed_and_no_other(
+    evidence: GateEvidence,
+) -> None:
+    assert evidence.parity is not None
+    for lost, expected in (
+        (evidence.bundle.nvme_device, ["device_missing"]),
+        (evidence.bundle.fabric_vf_pci_address, ["device_missing"]),
+        ("/dev/disk/by-id/nvme-eui.another", []),
+    ):
+        document = {**evidence.parity.document, "missing_devices": [lost]}
+        parity = replace(evidence.parity, document=document)
+        assert codes(replace(evidence, parity=parity)) == expected
+
+
 LINK = {"speed": "32.0 GT/s PCIe", "width": "16"}
 RESET = {"address": "0000:43:00.0", "verified": True, "link": LINK}
 

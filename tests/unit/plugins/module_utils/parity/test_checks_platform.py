@@ -15,6 +15,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _boot_uni
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _api_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _check,
+    _checks_network,
     _checks_platform,
     _host_facts,
     _slice_parity,
@@ -282,6 +283,21 @@ def test_a_dead_gpu_is_a_doubt_beside_one_that_works(
     result = _checks_platform.vfio_binding(facts)
     assert result == _check.warned("0000:43:00.0 is missing or silent: its slot is blocked")
     assert facts.dead_gpus == ["0000:43:00.0"]
+
+
+def test_a_lost_fabric_function_is_a_doubt_beside_one_that_works(parity: Any, machine: Any) -> None:
+    machine.file("/etc/gpuaas/slice-mode.json", '{"mode": "slice"}')
+    record(parity, machine, "0000:23:00.0", "0000:25:10.0", "0000:43:00.0", "0000:25:10.2")
+    machine.pci("0000:23:00.0", "1234:11e8", group=1, driver="vfio-pci")
+    machine.pci("0000:25:10.0", "8086:10ca", group=2, driver="vfio-pci")
+    machine.pci("0000:43:00.0", "1234:11e8", group=3, driver="vfio-pci")
+    second = {"gpu_pci_address": "0000:43:00.0", "fabric_vf_pci_address": "0000:25:10.2"}
+    facts = parity.facts(parity.slot, parity.slot | second)
+    result = _checks_platform.vfio_binding(facts)
+    assert result.status == "WARN"
+    assert "0000:25:10.2 is missing or silent: its slot is blocked" in result.detail
+    assert "0000:25:10.2" in facts.missing_devices
+    assert "0000:25:10.2 is not there: its slot" in _checks_network.fabric_vfs(facts).detail
 
 
 @pytest.mark.covers("I18")

@@ -88,7 +88,13 @@ def test_approved_disks_are_raw_and_ours(parity: Any, disk: dict[str, _block.Usa
     other = parity.slot | {"nvme_serial": "OTHER"}
     assert "not the approved ones" in check(parity.facts(other)).detail
     gone = parity.slot | {"nvme_device": "/dev/disk/by-id/nvme-eui.0000000000000001"}
-    assert "is not there" in check(parity.facts(gone)).detail
+    assert check(parity.facts(gone)).status == "FAIL"
+    # Beside a slot whose disk is there, only its own slot is blocked.
+    disk["use"] = _block.Usage()
+    facts = parity.facts(parity.slot, gone)
+    assert check(facts) == _check.warned(f"{gone['nvme_device']} is not there: its slot is blocked")
+    assert gone["nvme_device"] in facts.missing_devices
+    assert parity.slot["nvme_device"] not in facts.missing_devices
 
 
 def test_a_tenants_disk_is_not_drift(parity: Any, disk: dict[str, _block.Usage]) -> None:
