@@ -2,7 +2,8 @@
 
 The cloud seed carries this file into the guest, so it imports the standard library only. The host
 sends a line with a nonce and the probes; the guest answers a line for each probe, with that nonce.
-Each probe runs in a process of its own, because a broken driver may hang or crash it.
+Each probe runs in a process of its own, because a broken driver may hang or crash it. A probe that
+may still pass is tried again until shortly before its deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ PORT = "/dev/virtio-ports/org.gpuaas.readiness.0"
 _LINE_BYTES = 65536
 _PAUSE_S = 2.0
 _TIMEOUT_S = 300.0
+_MARGIN_S = 30.0
 _DETAIL_CHARACTERS = 300
 _DEVICES = Path("/sys/bus/pci/devices")
 
+# CUDA's error while the Fabric Manager of the host has not brought NVLink up.
+_SYSTEM_NOT_READY = 802
 # Bytes written to each GPU's memory and read back.
 _SAMPLE_BYTES = 64 << 20
 
@@ -41,12 +45,19 @@ class Failed(Exception):
     """A probe that did not pass, with the reason."""
 
 
+class NotYet(Failed):
+    """As Failed, for a reason outside of the guest that may pass."""
+
+
 def egress(settings: Mapping[str, Any]) -> Values:
     """A TCP connection to an address outside."""
     host, port = str(settings["target"]).rsplit(":", 1)
     begin = time.monotonic()
-    with socket.create_connection((host, int(port)), timeout=10):
-        return {"seconds": round(time.monotonic() - begin, 3)}
+    try:
+        with socket.create_connection((host, int(port)), timeout=10):
+            return {"seconds": round(time.monotonic() - begin, 3)}
+    except OSError as problem:
+        raise NotYet(_named(problem)) from problem
 
 
 def gpu_compute(settings: Mapping[str, Any]) -> Values:
@@ -54,15 +65,16 @@ def gpu_compute(settings: Mapping[str, Any]) -> Values:
     return _edu() if settings["driver"] == "edu" else _cuda()
 
 
-def rdma(_settings: Mapping[str, Any]) -> Values:
-    """RDMA devices by ibv_devinfo, with at least one active port."""
+def rdma(settings: Mapping[str, Any]) -> Values:
+    """RDMA devices by ibv_devinfo, with an active port for each function of the guest."""
     done = subprocess.run(["ibv_devinfo"], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise Failed(f"ibv_devinfo ends with {done.returncode}: {done.stderr.strip()}")
     devices = len(re.findall(r"^hca_id:", done.stdout, re.MULTILINE))
     active = len(re.findall(r"^\s*state:\s+PORT_ACTIVE", done.stdout, re.MULTILINE))
-    if not active:
-        raise Failed(f"{devices} RDMA devices, none with an active port")
+    needed = max(int(settings.get("functions", 1)), 1)
+    if active < needed:
+        raise NotYet(f"{devices} RDMA devices, {active} of {needed} ports active")
     return {"devices": devices, "active_ports": active}
 
 
@@ -81,7 +93,8 @@ def _cuda() -> Values:
         if result := getattr(library, name)(*arguments):
             text = ctypes.c_char_p()
             library.cuGetErrorName(ctypes.c_int(result), ctypes.byref(text))
-            raise Failed(f"{name}: error {result} {(text.value or b'').decode(errors='replace')}")
+            failure = NotYet if result == _SYSTEM_NOT_READY else Failed
+            raise failure(f"{name}: error {result} {(text.value or b'').decode(errors='replace')}")
 
     call("cuInit", ctypes.c_uint(0))
     count, memory = ctypes.c_int(), 0
@@ -142,7 +155,8 @@ def run(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"ok": True, "detail": "", "values": PROBES[name](settings)}
     except Exception as problem:
         detail = str(problem) if isinstance(problem, Failed) else _named(problem)
-        return {"ok": False, "detail": detail[:_DETAIL_CHARACTERS], "values": {}}
+        again = {"again": True} if isinstance(problem, NotYet) else {}
+        return {"ok": False, "detail": detail[:_DETAIL_CHARACTERS], "values": {}, **again}
 
 
 def _apart(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +167,22 @@ def _apart(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         return dict(json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as problem:
         return {"ok": False, "detail": _named(problem)[:_DETAIL_CHARACTERS], "values": {}}
+
+
+def _results(probes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each probe with its result. What may still pass is tried again until shortly before its
+    deadline, so that the host hears the reason.
+    """
+    begin, pending = time.monotonic(), dict(probes)
+    while pending:
+        for name, settings in list(pending.items()):
+            result = _apart(name, settings)
+            left = settings.get("within_s", 0) - (time.monotonic() - begin)
+            if not (result.pop("again", False) and left > _MARGIN_S):
+                del pending[name]
+                yield name, result
+        if pending:
+            time.sleep(_PAUSE_S)
 
 
 def _named(problem: Exception) -> str:
@@ -174,11 +204,10 @@ class Service:
             return  # half a line, from before a connection ended
         if nonce != self._nonce:
             self._nonce, self._answers = nonce, []
-            for name, settings in probes.items():
-                if name in PROBES:
-                    answer = {"nonce": nonce, "probe": name, **_apart(name, settings)}
-                    self._answers.append(answer)
-                    send(json.dumps(answer).encode() + b"\n")
+            for name, result in _results({n: s for n, s in probes.items() if n in PROBES}):
+                answer = {"nonce": nonce, "probe": name, **result}
+                self._answers.append(answer)
+                send(json.dumps(answer).encode() + b"\n")
             return
         for answer in self._answers:
             send(json.dumps(answer).encode() + b"\n")

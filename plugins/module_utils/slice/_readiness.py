@@ -59,7 +59,10 @@ def ask(
     guest still runs.
     """
     results: Results = {}
-    exchange = _Exchange(allocation_id, probes)
+    # The guest tries again until then what may pass by itself, such as a link that comes up late.
+    passed = time.monotonic() - start
+    timed = {n: {**s, "within_s": max(deadlines[n] - passed, 0)} for n, s in probes.items()}
+    exchange = _Exchange(allocation_id, timed)
     try:
         while True:
             now = time.monotonic() - start
