@@ -510,4 +510,4 @@ def enrol(node_id: Id, body: EnrolmentBody, request: Request) -> Enrolment:
 
 
 def _require_profile(configuration: Settings, name: str) -> None:
-    hardware.check_link(hardware_profile(configuration.profiles_dir, name), name)
+    hardware.check_new(hardware_profile(configuration.profiles_dir, name), name)

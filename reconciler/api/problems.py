@@ -61,7 +61,7 @@ _NODES = """
     no_firmware_difference node_busy node_exists node_in_service node_in_slice_mode node_in_use
     node_is_baremetal node_not_enrolled node_not_slice node_reachable node_unhealthy
     node_unreachable project_exists public_url_missing reboot_unconfirmed reinstall_required
-    scheduling_not_ready serial_twice
+    runtime_unproven scheduling_not_ready serial_twice
 """
 _SLOTS = """
     bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present

@@ -101,10 +101,9 @@ def failed(
         return
     given = task.parameters
     stopped, boot_id = allocation.stopped, allocation.started_boot_id
-    if given["action"] == PowerAction.STOP:
-        if untouched or machine == _RUNS:
-            stopped = given.get("was_stopped", False)
-    elif not untouched:
+    if untouched or (given["action"] == PowerAction.STOP and machine == _RUNS):
+        stopped = given.get("was_stopped", False)
+    elif given["action"] != PowerAction.STOP:
         boot_id = given["boot_id"] if machine == _RUNS else ""
     values = {"stopped": stopped, "started_boot_id": boot_id}
     _set(conn, allocation, power_action="", error=dict(error), **values)
@@ -261,9 +260,8 @@ def _queue(
         "action": action.value,
         "boot_id": node.boot_id,
         "power_fence": fence,
+        "was_stopped": allocation.stopped,
     }
-    if stopped:
-        wanted["was_stopped"] = allocation.stopped
     queue.add(conn, run_on_slots(allocation, TaskKind.SLICE_VM_POWER, held, **wanted), act)
 
 

@@ -89,7 +89,7 @@ def refuse_room(
     """Refuse a slot for which the CPUs or the memory of its NUMA node do not suffice.
 
     Every slot may be in use at once, beside what the profile keeps for the host. A bundle without a
-    NUMA node is judged by the whole host.
+    NUMA node is judged by the whole host. The host and each slice have cores of their own.
     """
     vm, node = profile["vm"], bundle.numa_node
     slots = 1 + sum(node in (-1, other.numa_node) for other in others)
@@ -98,12 +98,19 @@ def refuse_room(
     ]
     cpus = sum(discovery.cpu_count(str(row.get("cpus") or "")) for row in rows)
     memory = sum(int(row.get("memory_mib") or 0) for row in rows)
+    threads = max((int(row.get("threads_per_core") or 1) for row in rows), default=1)
+
+    def of_cores(cpus: object) -> int:
+        """CPUs of all cores that this many CPUs occupy."""
+        return -(-int(str(cpus)) // threads) * threads
+
     kept = (
-        len(rows) * int(vm.get("host_cpus") or 0),
+        len(rows) * of_cores(vm.get("host_cpus") or 0),
         len(rows) * int(vm.get("host_memory_mib") or 0),
     )
-    needed = slots * int(vm["vcpus_per_gpu"]), slots * int(vm["memory_mib_per_gpu"])
+    needed = slots * of_cores(vm["vcpus_per_gpu"]), slots * int(vm["memory_mib_per_gpu"])
     where = f"on NUMA node {node}" if node >= 0 else "on the host"
+    cores = f", in whole cores of {threads} CPUs" if threads > 1 else ""
     for code, unit, need, keep, have in (
         ("numa_cpus_exceeded", "CPUs", needed[0], kept[0], cpus),
         ("numa_memory_exceeded", "MiB of memory", needed[1], kept[1], memory),
@@ -112,7 +119,8 @@ def refuse_room(
             raise Problem(
                 code,
                 422,
-                expected=f"{need} {unit} for {slots} slots {where}, and {keep} for the host",
+                expected=f"{need} {unit} for {slots} slots {where}, and {keep} for the host"
+                f"{cores if unit == 'CPUs' else ''}",
                 found=f"{have} {unit}",
                 remedy="approve fewer slots of this NUMA node, or a profile with smaller slices",
             )

@@ -362,12 +362,25 @@ def baked_runtime(profile: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, needed in names.items() if needed)
 
 
-def check_link(profile: Mapping[str, Any], name: str) -> None:
-    """Problem `fabric_link_missing` for a profile with fabric cards of an unknown link type, and
-    `fabric_numbers_missing` for a profile that does not say how tenants are kept apart.
+def check_new(profile: Mapping[str, Any], name: str) -> None:
+    """Problem `fabric_link_missing` for a profile with fabric cards of an unknown link type,
+    `fabric_numbers_missing` for one that does not say how tenants are kept apart, and
+    `runtime_unproven` for one whose guests install their runtime, and that asks for no probe of it.
 
-    Only for nodes that adopt this profile: giving back a node with an older profile needs no link.
+    Only for nodes that adopt this profile: giving back a node with an older profile needs none.
     """
+    runtime = (profile.get("vm") or {}).get("guest_runtime") or {}
+    installs = [part for part in ("driver", "cuda", "rdma") if runtime.get(part)]
+    if runtime.get("source") == "cloud_init" and installs and not runtime.get("probes"):
+        raise Problem(
+            "runtime_unproven",
+            422,
+            expected="probes in guest_runtime, such as gpu_compute with its seconds",
+            found=f"{', '.join(installs)} installed by cloud-init, and no probe, in the hardware"
+            f" profile {name}",
+            remedy="name the probes: without one a slice is active while its driver is installed,"
+            " and its guest restarts under the tenant",
+        )
     fabric = profile.get("fabric") or {}
     if fabric.get("pf_ids") and not fabric.get("link"):
         raise Problem(

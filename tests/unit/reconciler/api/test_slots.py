@@ -158,6 +158,31 @@ def test_a_slot_beyond_its_numa_node_is_refused(
 
 
 @pytest.mark.covers("CTRL-3")
+@pytest.mark.parametrize(("cpus", "fits"), [("0-5", True), ("0-4", False)])
+def test_slots_share_no_core_with_each_other_nor_with_the_host(
+    prepared: Stack, tmp_path: Path, cpus: str, fits: bool
+) -> None:
+    """Two slots with one CPU each, and one CPU for the host: three cores of two threads."""
+    profile = hardware_profile(Settings().profiles_dir, "lab")
+    vm = {**profile["vm"], "host_cpus": 1}
+    (tmp_path / "lab.yml").write_text(yaml.safe_dump({**profile, "vm": vm}))
+    settings = prepared.settings.model_copy(update={"profiles_dir": tmp_path})
+    stack = Stack(settings, prepared.engine, prepared.secrets)
+    document = discovery()
+    for disk in document["nvme"]:
+        disk["blockers"] = []
+    for row in document["host"]["numa"]:
+        row |= {"cpus": cpus, "threads_per_core": 2, "memory_mib": 65536}
+    _rediscover(stack, document)
+    if fits:
+        assert approve(stack, bundle(1), bundle(0)).status_code == 201
+        return
+    problem = refused(stack, lambda: approve(stack, bundle(1), bundle(0)))
+    assert problem["code"] == "numa_cpus_exceeded"
+    assert problem["expected"].endswith("in whole cores of 2 CPUs")
+
+
+@pytest.mark.covers("CTRL-3")
 def test_slots_of_one_numa_node_are_counted_together(prepared: Stack) -> None:
     """A node of the lab host has one CPU; the other slots are on the other node."""
     document = discovery()

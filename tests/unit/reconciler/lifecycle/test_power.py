@@ -277,17 +277,21 @@ def test_a_failed_action_leaves_the_record_as_the_machine_is(
         assert power.start_after_boot(conn, "n1", ADMIN) == ([key] if owed else [])
 
 
-def test_a_stop_that_was_asked_for_again_in_vain_leaves_the_slice_stopped(
-    sold: Site, key: str
+@pytest.mark.parametrize("action", [*PowerAction])
+def test_an_action_that_was_withdrawn_leaves_a_stopped_slice_stopped(
+    sold: Site, key: str, action: PowerAction
 ) -> None:
     with transaction(sold.engine) as conn:
         power.request(conn, key, PowerAction.STOP, ADMIN)
         sold.finish(conn, POWER)
         power.succeeded(conn, key, boot_id="")
-        power.request(conn, key, PowerAction.STOP, ADMIN)
+        power.request(conn, key, action, ADMIN)
         (task,) = queue.open_of_allocation(conn, key)
         task_failures.cancel(conn, task.id, ADMIN)
         assert allocations.get(conn, key).stopped
+        # The next boot of its host does not start it.
+        host.observed(conn, "n1", ADMIN, identity={"boot_id": "another"})
+        assert power.start_after_boot(conn, "n1", ADMIN) == []
 
 
 def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> None:

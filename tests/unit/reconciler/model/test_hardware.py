@@ -67,14 +67,35 @@ def test_a_profile_without_a_section_is_not_used(tmp_path: Path, section: str) -
 def test_a_profile_that_a_node_takes_up_says_what_its_fabric_speaks(tmp_path: Path) -> None:
     """One from before that is read all the same: its nodes are still to be given back."""
     profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
-    hardware.check_link(profile, "lab")
+    hardware.check_new(profile, "lab")
     del profile["fabric"]["link"]
     (tmp_path / "old.yml").write_text(yaml.safe_dump(profile))
     read = hardware_profile(tmp_path, "old")
     with pytest.raises(Problem, match="fabric_link_missing") as refused:
-        hardware.check_link(read, "old")
+        hardware.check_new(read, "old")
     assert "old" in refused.value.found
-    hardware.check_link({"fabric": profile["fabric"] | {"pf_ids": []}}, "none")
+    hardware.check_new({"fabric": profile["fabric"] | {"pf_ids": []}}, "none")
+
+
+@pytest.mark.covers("SLICE-3")
+@pytest.mark.parametrize(
+    ("runtime", "taken"),
+    [
+        ({"source": "cloud_init", "driver": "580-server-open"}, False),
+        ({"source": "cloud_init", "rdma": True, "probes": {}}, False),
+        ({"source": "cloud_init", "driver": "edu", "probes": {"gpu_compute": 60}}, True),
+        ({"source": "cloud_init", "tuning": True}, True),
+        ({"source": "baked", "driver": "580-server-open"}, True),
+    ],
+)
+def test_a_runtime_that_guests_install_is_proven(runtime: dict[str, Any], taken: bool) -> None:
+    profile = {"vm": {"guest_runtime": runtime}}
+    if taken:
+        hardware.check_new(profile, "lab")
+        return
+    with pytest.raises(Problem, match="runtime_unproven") as refused:
+        hardware.check_new(profile, "lab")
+    assert "name the probes" in refused.value.remedy
 
 
 @pytest.mark.covers("ECO-3")

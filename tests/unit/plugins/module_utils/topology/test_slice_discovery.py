@@ -65,6 +65,8 @@ def fill(machine: Any) -> None:
         machine.file(
             f"/sys/devices/system/node/node{node}/meminfo", f"Node {node} MemTotal: 3145728 kB\n"
         )
+    for cpu in (2, 4):
+        machine.file(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", "2,4")
     machine.pci("0000:23:00.0", "1234:11e8", above=LEFT, node=0, group=10)
     machine.pci("0000:43:00.0", "1234:11e8", above=RIGHT, node=1, group=11)
     card = {"sriov_totalvfs": "7", "sriov_numvfs": "2", "class": "0x020000"}
@@ -154,6 +156,7 @@ def test_a_prepared_host_gives_complete_candidates(
     ]
     assert document["host"]["cpus"] == 4
     assert document["host"]["numa"][1]["memory_mib"] == 3072
+    assert [row["threads_per_core"] for row in document["host"]["numa"]] == [1, 2]
     assert document["mode"] == "slice"
     assert document["reboot_required"] is False
 
