@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 
 from lab.command import LabError
 from lab.demo import slice_steps
@@ -29,6 +30,13 @@ from tests.lab.proof import beginning, differences, ledger_entry, prove_again, r
 FIRMWARE = ("bios", "uefi")
 # The guests of an emulated host need some minutes to boot.
 BOOT_S = 900
+# User, seccomp mode and AppArmor's profile of each slice's QEMU.
+CONFINED = f"""
+for pid in $(pgrep -f 'qemu.*guest={_object_names.PREFIX}'); do
+  awk '/^Uid:/ {{ uid = $2 }} /^Seccomp:/ {{ printf "%s %s ", uid, $2 }}' "/proc/$pid/status"
+  cat "/proc/$pid/attr/current"
+done
+"""
 QOS_ROWS = ("ovs-vsctl", "--timeout=60", "--bare", "--columns=_uuid", "list", "QoS")
 
 
@@ -113,12 +121,25 @@ def _active(stage: Stage, launched: dict[str, Any]) -> dict[str, Any]:
     assert list(probes) == ["address", "lease", "ssh", "gpu_compute"]
     assert all(row["ok"] for row in probes.values())
     assert probes["gpu_compute"]["values"] == {"gpus": 1, "memory_bytes": 4096}
+    # Nothing of the seed is left to a guest that is ready.
+    assert task["result"]["seed"] == {"destroyed": True, "in_definition": False, "in_guest": False}
     # Open vSwitch has the profile's limit for each direction, and a single QoS row for it.
     wanted = stage.profile()["vm"]["mgmt_qos"]
     limit = task["result"]["domain"]["qos"]
     assert {name: limit[name] for name in wanted} == wanted
     assert (limit["shaped_bps"], limit["rows"]) == (1000 * wanted["rate_kbps"], 1)
     return allocation
+
+
+@pytest.mark.covers("P12")
+def test_each_machine_runs_confined_and_unprivileged(stage: Stage, story: Chapter) -> None:
+    story.needs("slices")
+    rows = stage.on_host("sh", stdin=CONFINED).splitlines()
+    assert len(rows) == len(FIRMWARE)
+    for row in rows:
+        uid, seccomp, label = row.split(" ", 2)
+        assert int(uid) != 0 and seccomp == "2", row
+        assert label.startswith("libvirt-") and label.endswith("(enforce)"), row
 
 
 @pytest.mark.covers("CTRL-7")

@@ -298,11 +298,23 @@ def test_a_process_that_is_suspended_in_the_middle_of_a_transaction(
 @pytest.mark.covers("CTRL-2")
 def test_every_session_has_limits(selling_site: Site, postgres: Server) -> None:
     plain = open_engine(postgres.url)
+    server = {
+        "lock_timeout": "3s",
+        "idle_in_transaction_session_timeout": "10s",
+        "statement_timeout": "1min",
+    }
+    # The server's side of TCP, of which there is none on a socket of this machine, and ours.
+    requested = {"tcp_keepalives_idle=10", "tcp_keepalives_interval=5", "tcp_keepalives_count=3"}
+    requested |= {"tcp_user_timeout=25s"}
+    link = {"connect_timeout": "10", "keepalives_idle": "10", "keepalives_interval": "5"}
+    link |= {"keepalives_count": "3", "tcp_user_timeout": "25000"}
     with reading(plain) as conn:
-        for name, value in postgresql._LIMITS.items():
-            shown = conn.exec_driver_sql(f"SHOW {name}").scalar_one()
-            # On a socket of this machine there is no TCP.
-            assert shown == ("0" if "tcp" in name else {"60s": "1min"}.get(value, value)), name
+        for name, value in server.items():
+            assert conn.exec_driver_sql(f"SHOW {name}").scalar_one() == value
+        connection = conn.connection.dbapi_connection
+        assert isinstance(connection, postgresql.Connection)
+        given = connection.info.get_parameters()
+        assert requested <= set(given["options"].split()) and link.items() <= given.items()
     # A migration waits and works as long as it needs.
     with transaction(plain) as conn:
         without_limits(conn)

@@ -114,8 +114,11 @@ def dhcp(
     operation: int = 1,
     flags: int = 0,
     client_id: bytes = b"",
+    name: bytes = b"",
 ) -> bytes:
-    """A BOOTP message of 300 bytes or more; the token is its server host name."""
+    """A BOOTP message of 300 bytes or more; the token is its server host name, `name` the name that
+    the client has.
+    """
     head = struct.pack(
         "!BBBB4sHH4s4s4s4s16s64s128s",
         *(operation, 1, 6, 0, b"abcd", 0, flags, ip(ciaddr), bytes(4), bytes(4), ip(giaddr)),
@@ -128,6 +131,8 @@ def dhcp(
         options += b"\x36\x04" + ip(server)
     if client_id:
         options += bytes([61, len(client_id)]) + client_id
+    if name:
+        options += bytes([12, len(name)]) + name
     return (head + options + b"\xff").ljust(300, b"\0")
 
 

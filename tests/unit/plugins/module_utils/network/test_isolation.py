@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,12 +426,16 @@ def client_message(rig: Rig, data: bytes, *, source: str = "0.0.0.0") -> None:
         handle.send(client_frame(data, source))
 
 
-def lease(rig: Rig, guest: rigs.Guest) -> str:
-    """The address that dnsmasq offers and leases to a guest; "" without an offer."""
+def lease(rig: Rig, guest: rigs.Guest, name: bytes = b"") -> str:
+    """The address that dnsmasq offers and leases to a guest of this name; "" without an offer."""
     with rigs.packet_socket(rig.place(guest.place), "eth0") as handle:
         for kind in (1, 3):
             data = frames.dhcp(
-                kind, guest.guard.mac, b"", requested=guest.guard.ip if kind == 3 else ""
+                kind,
+                guest.guard.mac,
+                b"",
+                requested=guest.guard.ip if kind == 3 else "",
+                name=name,
             )
             body = frames.udp("0.0.0.0", "255.255.255.255", 68, 67, data)
             packet = frames.ipv4("0.0.0.0", "255.255.255.255", 17, body)
@@ -778,13 +783,17 @@ def _udp(place: contextlib.AbstractContextManager[None]) -> socket.socket:
 
 
 def test_names_of_neighbours_and_of_the_host_are_not_served(rig: Rig) -> None:
+    assert lease(rig, A, b"neighbour") == A.guard.ip
+    lines = map(str.split, Path("/etc/hosts").read_text().splitlines())
+    own = next(words[1] for words in lines if len(words) > 1 and words[0] == "127.0.0.1")
     # B asks: the flood above may have used up A's queries of this second.
     with _udp(rigs.inside(rig.place(B.place))) as handle:
         handle.settimeout(30)
         for name, kind, group in (
             (f"{'.'.join(reversed(A.guard.ip.split('.')))}.in-addr.arpa", 12, 1),
             ("version.bind", 16, 3),
-            ("localhost.localdomain", 1, 1),
+            ("neighbour", 1, 1),
+            (own, 1, 1),
         ):
             handle.sendto(question(name, kind, group), (rigs.GATEWAY, 53))
             answer = handle.recv(2048)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
+    _confinement,
     _host_tuning,
     _tuning_profiles,
 )
@@ -34,6 +35,7 @@ from tests.unit.plugins.fabric_manager import FabricManager
 pytestmark = pytest.mark.covers("HOST-10")
 manager = fabric_manager.manager
 
+ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 DISK = _block.Disk(
     disk_identity="eui.5e0000000000a000",
     by_id="/dev/disk/by-id/nvme-eui.5e0000000000a000",
@@ -250,3 +252,31 @@ def test_partitions_of_the_fabric_manager(
     (check,) = [each for each in _slice_parity.CHECKS if each.name == "nvlink_partitions"]
     (row,) = _check.evaluate([check], parity.facts(gpu=gpu), intent="slice", not_applicable=[])
     assert (row["status"], row["detail"].split(":")[0]) == ("FAIL", "fabric_manager_unreachable")
+
+
+@pytest.mark.covers("P12")
+def test_each_running_guest_of_a_slice_is_looked_at(parity: Any, machine: Any) -> None:
+    machine.file("/sys/kernel/security/lsm", "capability,apparmor")
+    machine.file("/sys/kernel/security/apparmor/profiles", "libvirtd (enforce)\n")
+    machine.file(_confinement.QEMU, _confinement.with_settings(""))
+    name = _object_names.domain_name(ALLOCATION)
+    machine.file("/proc/77/cmdline", f"/usr/bin/qemu-system-x86_64\0-name\0guest={name}\0")
+    machine.file("/proc/77/status", "Uid:\t64055\t64055\t64055\t64055\nSeccomp:\t2\n")
+    machine.file("/proc/77/attr/current", f"libvirt-{ALLOCATION} (enforce)\n")
+    # Of another program of the host, which is its operator's.
+    machine.file("/proc/78/cmdline", "/usr/bin/qemu-system-x86_64\0-name\0guest=theirs\0")
+    machine.file("/proc/78/status", "Uid:\t0\t0\t0\t0\nSeccomp:\t0\n")
+    facts = parity.facts()
+    assert _checks_runtime.vm_confined(facts) == _check.passed("apparmor")
+    assert _checks_runtime.console_limit(facts) == _check.passed("virtlogd")
+
+    machine.file("/proc/77/status", "Uid:\t0\t0\t0\t0\nSeccomp:\t0\n")
+    assert _checks_runtime.vm_confined(facts) == _check.failed(
+        "QEMU 77 runs as root; QEMU 77 has no seccomp filter"
+    )
+    log = _object_names.console_path(ALLOCATION)
+    machine.file(log, "")
+    (machine.folder("/proc/77/fd") / "5").symlink_to(log)
+    assert _checks_runtime.console_limit(facts) == _check.failed(
+        "QEMU 77 writes its console log itself, without a limit"
+    )
