@@ -38,6 +38,8 @@ from reconciler.trust.certificates import read_certificate
 TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 # Step in the health detail of a node with a fault that its discovery shows.
 _DISCOVERY = "discovery"
+# Machine ids that are kept of a tenant's installation, which may report another one each time.
+_MOST_TENANT_IDS = 16
 
 
 def enrolled(
@@ -64,6 +66,12 @@ def enrolled(
         record_answer(conn, id, act)
         return node_records.get(conn, id)
     return advance(conn, Node, id, "enrol", act.because("enrolled", {"identity": identity}))
+
+
+def _is_of_another(conn: sa.Connection, node_id: str, machine_id: str) -> bool:
+    """Whether another node has this machine id, which a tenant may have chosen."""
+    query = sa.select(nodes.c.id).where(nodes.c.id != node_id, nodes.c.machine_id == machine_id)
+    return conn.execute(query.limit(1)).first() is not None
 
 
 def _require_not_after_tenant(conn: sa.Connection, node: Node, machine_id: str) -> None:
@@ -296,10 +304,10 @@ def observed(
     values: dict[str, Any] = {**identifiers, "install_id": install, "last_contact_at": clock.now()}
     if changed:
         values["boot_learned_at"] = clock.now()
-    if node.tenant_machine_ids:
-        # The tenant can change the machine id, and change it back later.
-        ids = {*node.tenant_machine_ids, identifiers["machine_id"]}
-        values["tenant_machine_ids"] = sorted(ids)
+    # The tenant can change the machine id, and change it back later.
+    ids, reported = node.tenant_machine_ids, identifiers["machine_id"]
+    if 0 < len(ids) < _MOST_TENANT_IDS and not _is_of_another(conn, node_id, reported):
+        values["tenant_machine_ids"] = sorted({*ids, reported})
     if reboot_required is not None:
         values["reboot_required"] = reboot_required
     conn.execute(sa.update(nodes).where(nodes.c.id == node_id).values(**values))

@@ -246,6 +246,23 @@ def test_the_tenants_installation_is_not_believed_as_another_node_either(metal: 
 
 
 @pytest.mark.covers("CTRL-15")
+def test_a_tenant_takes_no_machine_id_of_another_node_and_few_of_none(metal: Metal) -> None:
+    """As root it reports what it likes, and each id that counts as its own is refused elsewhere."""
+    metal.release(metal.tenant())
+    body = {"id": "other", "address": "192.0.2.9", "profile": "lab", "mode": "baremetal"}
+    assert metal.admin.post("admin/nodes", json=body).status_code == 201
+    taken = uuid.uuid4().hex
+    with transaction(metal.stack.engine) as conn:
+        nodes.update(conn, "other", machine_id=taken)
+    for machine_id in (taken, *(uuid.uuid4().hex for _ in range(40))):
+        metal.answers(machine_id=machine_id)
+    with reading(metal.stack.engine) as conn:
+        ids = nodes.get(conn, NODE).tenant_machine_ids
+    assert metal.identity["machine_id"] in ids and taken not in ids and len(ids) == 16
+    assert metal.reason() == "reinstall_required"
+
+
+@pytest.mark.covers("CTRL-15")
 def test_a_machine_installed_anew_before_its_clean_up_keeps_its_key(metal: Metal) -> None:
     key = metal.tenant()
     with transaction(metal.stack.engine) as conn:

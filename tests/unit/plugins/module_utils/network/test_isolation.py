@@ -1051,6 +1051,7 @@ def test_without_the_firewall_outsiders_reach_guests(rig: Rig) -> None:
 def test_nothing_passes_during_and_after_a_crash_of_the_switch(rig: Rig) -> None:
     silent = tuple(Attack(each.name, each.build, place=each.place) for each in ATTACKS)
     rig.kill_switch()
+    assert violations(rig, silent) == []
     rig.start_switch()
     # The switch is back without flows, and fails closed.
     rig.run(["ip", "link", "set", "ovsbr0", "up"])
