@@ -47,7 +47,7 @@ class Importer(zipimport.zipimporter):
             code = compile(source, filename, "exec", dont_inherit=True)
             _store(file, code)
         # As importlib does with its own files: each run has another folder for the zip file.
-        _imp._fix_co_filename(code, filename)
+        _imp._fix_co_filename(code, filename)  # type: ignore[attr-defined]
         return code
 
 
