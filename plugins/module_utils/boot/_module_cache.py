@@ -25,6 +25,8 @@ NO_COPY = f"{LIBRARY}/__pycache__"
 
 _HEAD = "# Written by the gpuaas.slice collection; changed by its playbooks only.\n"
 _MODE = 0o700
+# End of the name that a folder has while it is removed.
+_ASIDE = ".removed"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ def observe(_params: _change.Params) -> State:
     return State(
         library=_files(_host.path(LIBRARY)) == {PROGRAM: text().encode(), NO_COPY: b""},
         code=_mode(_host.path(CODE)),
-        present=tuple(path for path in (LIBRARY, CODE) if os.path.lexists(_host.path(path))),
+        present=tuple(
+            path
+            for path in (LIBRARY, CODE, f"{LIBRARY}{_ASIDE}", f"{CODE}{_ASIDE}")
+            if os.path.lexists(_host.path(path))
+        ),
     )
 
 
@@ -106,7 +112,7 @@ def _remove(path: str) -> None:
         target.unlink(missing_ok=True)
         return
     # The importer makes no folder, so nothing is written to the new name.
-    aside = target.with_name(f"{target.name}.removed")
+    aside = target.with_name(f"{target.name}{_ASIDE}")
     shutil.rmtree(aside, ignore_errors=True)
     target.rename(aside)
     shutil.rmtree(aside)

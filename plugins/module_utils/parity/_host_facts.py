@@ -176,7 +176,7 @@ class Facts:
     @cached_property
     def dead_gpus(self) -> list[str]:
         """GPUs of approved slots that are missing or silent. Only their own slots are blocked."""
-        gpus = [str(slot["gpu_pci_address"]) for slot in self.slots if slot.get("gpu_pci_address")]
+        gpus = self._approved("gpu_pci_address")
         return [gpu for gpu in gpus if gpu not in self.devices or not _pci.answers(gpu)]
 
     @cached_property
@@ -189,18 +189,31 @@ class Facts:
         """Devices that are lost and block their own slots only. Without any other device of their
         kind, the fault is the host's.
         """
-        lost = (self.dead_gpus, self._missing_disks, self._missing_functions)
-        return {device for devices in lost if len(devices) < len(self.slots) for device in devices}
+        kinds = {
+            "gpu_pci_address": self.dead_gpus,
+            "nvme_device": self._missing_disks,
+            "fabric_vf_pci_address": self._missing_functions,
+        }
+        return {
+            device
+            for kind, lost in kinds.items()
+            if len(lost) < len(self._approved(kind))
+            for device in lost
+        }
 
     @cached_property
     def _missing_disks(self) -> list[str]:
         present = {disk.by_id for disk in self.disks}
-        return [path for slot in self.slots if (path := str(slot["nvme_device"])) not in present]
+        return [path for path in self._approved("nvme_device") if path not in present]
 
     @cached_property
     def _missing_functions(self) -> list[str]:
-        functions = [str(slot.get("fabric_vf_pci_address") or "") for slot in self.slots]
-        return [function for function in functions if function and function not in self.devices]
+        functions = self._approved("fabric_vf_pci_address")
+        return [function for function in functions if function not in self.devices]
+
+    def _approved(self, kind: str) -> list[str]:
+        """Devices of a kind that the approved slots have."""
+        return [str(slot[kind]) for slot in self.slots if slot.get(kind)]
 
     def card(self, address: str) -> _virtual_functions.Card:
         """A fabric card with its functions."""

@@ -59,10 +59,7 @@ def ask(
     guest still runs.
     """
     results: Results = {}
-    # The guest tries again until then what may pass by itself, such as a link that comes up late.
-    passed = time.monotonic() - start
-    timed = {n: {**s, "within_s": max(deadlines[n] - passed, 0)} for n, s in probes.items()}
-    exchange = _Exchange(allocation_id, timed)
+    exchange = _Exchange(allocation_id, probes, {n: start + s for n, s in deadlines.items()})
     try:
         while True:
             now = time.monotonic() - start
@@ -89,14 +86,21 @@ def ask(
 
 
 class _Exchange:
-    """Connection to the channel's socket, which is opened again when QEMU has closed it."""
+    """Connection to the channel's socket, which is opened again when QEMU has closed it.
 
-    def __init__(self, allocation_id: str, probes: Mapping[str, Mapping[str, Any]]) -> None:
+    ends: of the time for each probe, monotonic.
+    """
+
+    def __init__(
+        self,
+        allocation_id: str,
+        probes: Mapping[str, Mapping[str, Any]],
+        ends: Mapping[str, float],
+    ) -> None:
         self._path = str(_host.path(_object_names.channel_path(allocation_id, "readiness")))
         self._probes = probes
+        self._ends = ends
         self._nonce = secrets.token_hex(16)
-        request = {"nonce": self._nonce, "probes": {name: dict(s) for name, s in probes.items()}}
-        self._request = json.dumps(request).encode() + b"\n"
         self._socket: socket.socket | None = None
         self._sent_at = 0.0
         self._pending, self._total, self._stray = b"", 0, 0
@@ -142,8 +146,19 @@ class _Exchange:
             self._sent_at = time.monotonic()
             # If the guest reads nothing, the buffer is full and already has the request.
             with contextlib.suppress(TimeoutError):
-                self._socket.sendall(self._request)
+                self._socket.sendall(self._request())
         return self._socket
+
+    def _request(self) -> bytes:
+        """The probes with the seconds that are left of their time, within which the guest tries
+        again what may pass by itself, such as a link that comes up late.
+        """
+        now = time.monotonic()
+        probes = {
+            name: {**settings, "within_s": round(max(self._ends[name] - now, 0), 1)}
+            for name, settings in self._probes.items()
+        }
+        return json.dumps({"nonce": self._nonce, "probes": probes}).encode() + b"\n"
 
     def _parsed(self, line: bytes) -> tuple[str, dict[str, Any]] | None:
         """A probe and its answer; None for a line that is no answer of this run."""

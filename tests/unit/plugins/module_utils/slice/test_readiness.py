@@ -285,7 +285,7 @@ documents = st.recursive(
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_document_of_a_guest_breaks_the_reader(document: dict[str, Any]) -> None:
-    exchange = _readiness._Exchange(ONE, GPU)
+    exchange = _readiness._Exchange(ONE, GPU, {})
     text = json.dumps({"nonce": exchange._nonce, "probe": "gpu_compute", **document}).encode()
     parsed = exchange._parsed(text)
     assert parsed is None or parsed[0] == "gpu_compute"
@@ -338,6 +338,26 @@ def test_the_guest_program_answers_each_probe(channel: socket.socket) -> None:
     assert "libcuda.so.1" in result["gpu_compute"]["detail"]
     assert not result["rdma"]["ok"]
     assert "ibv_devinfo" in result["rdma"]["detail"]
+
+
+def test_a_request_that_waited_for_the_guest_has_the_time_that_is_left(
+    channel: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host repeats its request while the guest boots; the guest takes the newest one."""
+    monkeypatch.setattr(_readiness, "_RESEND_S", 0.5)
+    requests: list[dict[str, Any]] = []
+
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        time.sleep(2)
+        requests.append(request)
+        requests.extend(map(json.loads, connection.recv(65536).splitlines()))
+        connection.sendall(line(request["nonce"]))
+
+    with guest(channel, answers):
+        assert ask(deadline=20)["gpu_compute"]["ok"]
+    left = [request["probes"]["gpu_compute"]["within_s"] for request in requests]
+    assert 19 < left[0] <= 20 and left[-1] <= 19 and left == sorted(left, reverse=True)
+    assert len({request["nonce"] for request in requests}) == 1
 
 
 def test_what_may_still_pass_is_tried_until_its_deadline(channel: socket.socket) -> None:
