@@ -6,6 +6,8 @@ import re
 from datetime import UTC, datetime
 
 DISK_FULL = "host_disk_full"
+# Step in the health detail of a node on which a run found no room.
+DISK = "disk"
 # Shows the time of a host in epoch seconds.
 CLOCK_COMMAND = "date +%s"
 

@@ -173,11 +173,13 @@ def note_fault(
     health: HealthState = HealthState.DEGRADED,
 ) -> None:
     """Record a fault (code, reason) that `step` has noticed as node health, or its end, for the
-    reason `well`. A fault of another step stays. health: what the fault makes of the node.
+    reason `well`. A fault of another step stays, unless this one is worse. health: what the fault
+    makes of the node.
     """
     node = rows.get(conn, Node, id)
     ours = node.health_detail.get("step") == step
-    if fault and (ours or not node.health_detail):
+    worse = (health, node.health_state) == (HealthState.FAILED, HealthState.DEGRADED)
+    if fault and (ours or worse or not node.health_detail):
         detail = {"step": step, "code": fault[0], "reason": fault[1][:2000]}
         if (detail, health.value) != (node.health_detail, node.health_state):
             set_health(conn, node, health, detail, act.because(detail["reason"]))

@@ -152,7 +152,9 @@ def _succeed(
     def record(conn: Connection) -> None:
         with locked_subject(conn, task):
             work = open_work(conn, settings, task)
-            host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
+            well = "its run ended well"
+            host.record_answer(conn, task.node_id, work.act.because(well))
+            nodes.note_fault(conn, task.node_id, host_faults.DISK, None, work.act, well=well)
             evidence.update((outcome.result or {})["evidence"])
             result = queue_next_step(work, handler.succeed(work, evidence))
             if task.kind in retention.REPORT_KINDS:

@@ -73,6 +73,9 @@ def test_a_host_whose_disk_is_full_gets_no_other_launch(
     sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
     launched(sold)
+    with transaction(sold.engine) as conn:
+        # A comparison has seen it coming.
+        nodes.note_fault(conn, "n1", "drift", ("host_disk_full", "95 % of /var"), ADMIN)
     # Nothing starts on the host, so the playbook cannot look at what is left either.
     runs.outcome = Outcome("failed", None, f"result_missing: {FULL}")
     task = attend()
@@ -84,13 +87,19 @@ def test_a_host_whose_disk_is_full_gets_no_other_launch(
     with pytest.raises(Problem, match="no_capacity"):
         launched(sold)
 
-    # A comparison that fails for the same reason changes nothing, and one that ends well frees it.
+    # A comparison that fails likewise changes nothing, and a run that ends well frees the node.
     with transaction(sold.engine) as conn:
         drift.queue_comparison(conn, "n1", ADMIN)
     runs.alive = False
     assert attend().error["code"] == "host_disk_full"
     with transaction(sold.engine) as conn:
         assert rows.get(conn, Node, "n1") == node
+        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_BIND_TOPOLOGY, "n1", "node", "n1"), ADMIN)
+    runs.alive = False
+    runs.ends(evidence={})
+    assert attend().state == "succeeded"
+    with transaction(sold.engine) as conn:
+        assert rows.get(conn, Node, "n1").health_state == "healthy"
 
 
 @pytest.fixture
