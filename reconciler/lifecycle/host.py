@@ -107,7 +107,8 @@ def _installed_anew(
         claims.c.kind == ClaimKind.NODE_EXCLUSIVE,
         claims.c.state.in_((ClaimState.RESERVED, ClaimState.PROVISIONING, ClaimState.ACTIVE)),
     )
-    known = machine_id in node.tenant_machine_ids
+    # The last one that it reported may not be among those that are kept.
+    known = machine_id in {*node.tenant_machine_ids, node.machine_id}
     if known or tokens.known_host_key(conn, node.id, host_key) or rows.first(conn, held):
         if certificates.cut_off(conn, node.id):
             node_records.require_installed(node)

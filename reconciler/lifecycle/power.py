@@ -101,9 +101,13 @@ def failed(
         return
     given = task.parameters
     stopped, boot_id = allocation.stopped, allocation.started_boot_id
-    if untouched or (given["action"] == PowerAction.STOP and machine == _RUNS):
-        stopped = given.get("was_stopped", False)
-    elif given["action"] != PowerAction.STOP:
+    withdrawn = untouched and error.get("code") == "canceled"
+    if given["action"] == PowerAction.STOP:
+        if untouched or machine == _RUNS:
+            stopped = given.get("was_stopped", False)
+    elif withdrawn:
+        stopped = given.get("was_stopped", stopped)
+    elif not untouched:
         boot_id = given["boot_id"] if machine == _RUNS else ""
     values = {"stopped": stopped, "started_boot_id": boot_id}
     _set(conn, allocation, power_action="", error=dict(error), **values)

@@ -25,12 +25,10 @@ from reconciler.lifecycle import (
     power,
     slices,
 )
-from reconciler.model import host_faults
 from reconciler.model.act import Act
 from reconciler.model.proof import NOTHING_DONE, nothing_written
-from reconciler.model.states import HealthState, TaskKind
+from reconciler.model.states import TaskKind
 from reconciler.records import claims, queue
-from reconciler.records import nodes as node_records
 from reconciler.records.leasing import DUE
 
 # Refusals of a firmware change by its host before it makes a BIOS job. Any other end, such as that
@@ -94,12 +92,6 @@ def locked_subject(conn: Connection, task: Task) -> AbstractContextManager[objec
 
 def record(conn: Connection, task: Task, failure: Failure) -> None:
     """Record a failure with the subject of its task, which is locked."""
-    if failure.error["code"] == host_faults.DISK_FULL:
-        # Each launch would fail there and block its slot.
-        fault = (host_faults.DISK_FULL, failure.error["remedy"])
-        node_records.note_fault(
-            conn, task.node_id, host_faults.DISK, fault, act_of(task), health=HealthState.FAILED
-        )
     if effect := EFFECTS.get(task.kind):
         effect(conn, task, failure)
 

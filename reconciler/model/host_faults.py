@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
-DISK_FULL = "host_disk_full"
-# Step in the health detail of a node on which a run found no room.
-DISK = "disk"
 # Shows the time of a host in epoch seconds.
 CLOCK_COMMAND = "date +%s"
 
@@ -24,7 +21,7 @@ def full_disk(message: str) -> dict[str, str] | None:
     if not _FULL.search(message):
         return None
     return {
-        "code": DISK_FULL,
+        "code": "host_disk_full",
         "expected": "room for the modules of the run and their files on the host",
         "found": message,
         "remedy": "free space on the host (`df -h; df -i`), mostly in /tmp, /var or /root, then "

@@ -163,26 +163,17 @@ def set_health(
 
 
 def note_fault(
-    conn: sa.Connection,
-    id: str,
-    step: str,
-    fault: tuple[str, str] | None,
-    act: Act,
-    *,
-    well: str = "",
-    health: HealthState = HealthState.DEGRADED,
+    conn: sa.Connection, id: str, step: str, fault: tuple[str, str] | None, act: Act, *, well: str
 ) -> None:
     """Record a fault (code, reason) that `step` has noticed as node health, or its end, for the
-    reason `well`. A fault of another step stays, unless this one is worse. health: what the fault
-    makes of the node.
+    reason `well`. A fault of another step stays.
     """
     node = rows.get(conn, Node, id)
     ours = node.health_detail.get("step") == step
-    worse = (health, node.health_state) == (HealthState.FAILED, HealthState.DEGRADED)
-    if fault and (ours or worse or not node.health_detail):
+    if fault and (ours or not node.health_detail):
         detail = {"step": step, "code": fault[0], "reason": fault[1][:2000]}
-        if (detail, health.value) != (node.health_detail, node.health_state):
-            set_health(conn, node, health, detail, act.because(detail["reason"]))
+        if detail != node.health_detail:
+            set_health(conn, node, HealthState.DEGRADED, detail, act.because(detail["reason"]))
     elif ours and not fault:
         set_health(conn, node, HealthState.HEALTHY, {}, act.because(well))
 

@@ -38,6 +38,8 @@ _FROM_HOST = frozenset(
     {"runner_on_ok", "runner_on_failed", "runner_retry", "runner_item_on_ok"}
     | {"runner_item_on_failed", "runner_on_async_poll", "runner_on_async_ok"}
 )
+# Problem of a run that ended with a module that did not start.
+MODULE_FAILED = "module_failed"
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 _STATUS = {
@@ -61,7 +63,7 @@ class Recorder:
         self._written = written
         self.artifacts: Mapping[str, Any] = {}
         self.unreachable = False
-        # Why the last task on the host failed or did not reach it, in the host's words.
+        # Why the last task did not reach the host, or its module did not start there.
         self.reason = ""
         self.over = False
         # Nodes on which modules say that they ran; a host may name any, so few are kept.
@@ -122,7 +124,8 @@ class Recorder:
         if status == "unreachable":
             self.unreachable = True
             self.reason = _reason(result)
-        if status == "failed" and not self.unreachable:
+        # What only the controller says may be of the controller.
+        if status == "failed" and isinstance(result, Mapping) and result.get("module_stderr"):
             self.reason = _reason(result)
         if status == "ok" and isinstance(result, Mapping) and result.get("changed") is True:
             line["event"] = "changed"
@@ -152,8 +155,11 @@ def judge(recorder: Recorder, status: str, rc: int | None, seconds: float) -> di
         return verdict
     document = recorder.artifacts.get("slice_result")
     if document is None:
-        missing = "unreachable" if recorder.unreachable else "result_missing"
-        problem = f"{missing}: {recorder.reason}" if recorder.reason else missing
+        reason = recorder.reason
+        problem = (
+            "unreachable" if recorder.unreachable else MODULE_FAILED if reason else "result_missing"
+        )
+        problem = f"{problem}: {reason}" if reason else problem
         return verdict | {"status": "failed", "problem": problem}
     if len(json.dumps(document)) > _LARGEST_RESULT:
         return verdict | {"status": "failed", "problem": "result_too_large"}

@@ -29,7 +29,7 @@ from reconciler.model.states import TaskKind, TaskState
 from reconciler.model.storable import STORABLE, storable_text, unstorable
 from reconciler.records import certificates, claims, nodes, queue, slots
 from reconciler.records.queue import DEADLINE_PASSED
-from reconciler.runs import contract, ssh
+from reconciler.runs import contract, events, ssh
 from reconciler.runs.collect import FOLDER_GONE, Outcome, is_untouched
 from reconciler.runs.spec import NodeAccess
 from reconciler.settings import Settings
@@ -138,8 +138,10 @@ def read_failure(outcome: Outcome) -> Failure:
         "found": problem,
         "remedy": _UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
     }
-    # No module starts on a full disk, so no task of the playbook is left to give a result.
-    ended = host_faults.full_disk(problem) or ended
+    # No module starts on a full disk, so no task of the playbook is left to give a result. Other
+    # problems may be of this machine, or of AWX, and of their disks.
+    if outcome.unreachable or problem.startswith(f"{events.MODULE_FAILED}: "):
+        ended = host_faults.full_disk(problem) or ended
     return Failure("", ended, result.get("evidence", {}), known=False)
 
 
@@ -152,9 +154,7 @@ def _succeed(
     def record(conn: Connection) -> None:
         with locked_subject(conn, task):
             work = open_work(conn, settings, task)
-            well = "its run ended well"
-            host.record_answer(conn, task.node_id, work.act.because(well))
-            nodes.note_fault(conn, task.node_id, host_faults.DISK, None, work.act, well=well)
+            host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
             evidence.update((outcome.result or {})["evidence"])
             result = queue_next_step(work, handler.succeed(work, evidence))
             if task.kind in retention.REPORT_KINDS:

@@ -65,12 +65,16 @@ def fabric_vfs(facts: Facts) -> Verdict:
     if not physical:
         sought = f"no {link} physical function of {', '.join(fabric['pf_ids'])}"
         problems = ["; ".join([" ".join(sought.split()), *others.values()])]
-    problems += [
+    fewer = [
         f"{device.address} has {device.sriov_numvfs} of {fabric['vfs_per_pf']} functions"
         for device in physical
         if device.sriov_numvfs < int(fabric["vfs_per_pf"])
     ]
-    doubts = []
+    # A card without its functions beside a whole one blocks the slots that had them.
+    functions = {slot["fabric_vf_pci_address"] for slot in facts.slots}
+    lost = len(fewer) < len(physical) and not functions.isdisjoint(facts.spared)
+    problems += [] if lost else fewer
+    doubts = fewer if lost else []
     for slot in facts.slots:
         address = slot["fabric_vf_pci_address"]
         if address in facts.spared:

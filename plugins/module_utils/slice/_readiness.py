@@ -23,7 +23,7 @@ _DETAIL_CHARACTERS = 300
 _PAUSE_S = 1.0
 # The request is sent again, because a restarted guest loses it. A guest that already has it repeats
 # its answers.
-_RESEND_S = 30.0
+_RESEND_S = 10.0
 
 # Numbers that each probe must report, with their largest value.
 PROBES: Mapping[str, Mapping[str, int]] = {

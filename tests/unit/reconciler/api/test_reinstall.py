@@ -259,7 +259,14 @@ def test_a_tenant_takes_no_machine_id_of_another_node_and_few_of_none(metal: Met
     with reading(metal.stack.engine) as conn:
         ids = nodes.get(conn, NODE).tenant_machine_ids
     assert metal.identity["machine_id"] in ids and taken not in ids and len(ids) == 16
-    assert metal.reason() == "reinstall_required"
+    # The installation that reported them is no new one under the last of them, nor under that of
+    # the other node.
+    last = metal.identity["machine_id"]
+    for machine_id in (uuid.uuid4().hex, taken):
+        metal.answers(machine_id=machine_id)
+        again = fresh(metal.folder) | {"machine_id": machine_id}
+        assert metal.enrol(again).json()["code"] == "reinstall_required"
+    assert last in ids and metal.reason() == "reinstall_required"
 
 
 @pytest.mark.covers("CTRL-15")

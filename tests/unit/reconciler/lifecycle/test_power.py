@@ -290,7 +290,7 @@ def test_an_action_that_was_withdrawn_leaves_a_stopped_slice_stopped(
         task_failures.cancel(conn, task.id, ADMIN)
         assert allocations.get(conn, key).stopped
         # The next boot of its host does not start it.
-        host.observed(conn, "n1", ADMIN, identity={"boot_id": "another"})
+        prove(conn, sold, reboot(conn, sold))
         assert power.start_after_boot(conn, "n1", ADMIN) == []
 
 

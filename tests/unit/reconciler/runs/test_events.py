@@ -82,8 +82,14 @@ def test_why_the_last_task_failed_is_kept_when_no_result_follows(tmp_path: Path)
     said = {"msg": "MODULE FAILURE: see stderr", "module_stderr": f"Traceback\n{full}\n"}
     lost = {"event": "runner_on_failed", "event_data": {"task": "Look", "res": said}}
     verdict = judge(recorder(tmp_path, lost, stats(None)), "failed", 2, 1.0)
-    expected = f"result_missing: MODULE FAILURE: see stderr Traceback {full}"
+    expected = f"module_failed: MODULE FAILURE: see stderr Traceback {full}"
     assert (verdict["problem"], verdict["unreachable"]) == (expected, False)
+    # The controller's own disk is not the host's.
+    own = {"msg": "Task failed: [Errno 28] No space left on device: '/runs/1/tmp'"}
+    lost["event_data"] = {"task": "Look", "res": own}
+    assert judge(recorder(tmp_path, lost, stats(None)), "failed", 2, 1.0)["problem"] == (
+        "result_missing"
+    )
 
 
 @pytest.mark.covers("I13")

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock, rows
+from reconciler.db import clock
 from reconciler.db.engine import transaction
-from reconciler.db.schema import Node, Task, tasks
-from reconciler.lifecycle import drift
-from reconciler.model.errors import Problem
+from reconciler.db.schema import Task, tasks
 from reconciler.model.states import TaskKind
 from reconciler.records import nodes, queue
 from reconciler.runs import collect, lock, ssh
@@ -56,8 +54,11 @@ def failed(code: str, found: str) -> Outcome:
         (failed("task_failed", FULL), "host_disk_full"),
         (failed("system_error", DIED), "host_disk_full"),
         (Outcome("failed", None, COPY, unreachable=True), "host_disk_full"),
-        (Outcome("failed", None, f"result_missing: {FULL}"), "host_disk_full"),
-        (Outcome("failed", None, "result_missing: something else"), "run_failed"),
+        (Outcome("failed", None, f"module_failed: {FULL}"), "host_disk_full"),
+        (Outcome("failed", None, "module_failed: something else"), "run_failed"),
+        # Not of the host: of AWX, or of this machine.
+        (Outcome("failed", None, f"result_missing: {DIED}"), "run_failed"),
+        (Outcome("lost", None, DIED), "run_lost"),
         (failed("task_failed", "something else"), "task_failed"),
         # A refusal of a module keeps its own name.
         (failed("image_too_large", DIED), "image_too_large"),
@@ -67,39 +68,6 @@ def test_a_full_disk_of_the_host_has_its_name(outcome: Outcome, code: str) -> No
     error = read_failure(outcome).error
     assert error["code"] == code
     assert set(error) == {"code", "expected", "found", "remedy"} and all(error.values())
-
-
-def test_a_host_whose_disk_is_full_gets_no_other_launch(
-    sold: Site, runs: Runs, attend: Callable[[], Task]
-) -> None:
-    launched(sold)
-    with transaction(sold.engine) as conn:
-        # A comparison has seen it coming.
-        nodes.note_fault(conn, "n1", "drift", ("host_disk_full", "95 % of /var"), ADMIN)
-    # Nothing starts on the host, so the playbook cannot look at what is left either.
-    runs.outcome = Outcome("failed", None, f"result_missing: {FULL}")
-    task = attend()
-    assert task.error["code"] == "host_disk_full" and "df -h" in task.error["remedy"]
-    with transaction(sold.engine) as conn:
-        assert "cleanup_blocked" in sold.statuses(conn)
-        node = rows.get(conn, Node, "n1")
-        assert (node.health_state, node.health_detail["code"]) == ("failed", "host_disk_full")
-    with pytest.raises(Problem, match="no_capacity"):
-        launched(sold)
-
-    # A comparison that fails likewise changes nothing, and a run that ends well frees the node.
-    with transaction(sold.engine) as conn:
-        drift.queue_comparison(conn, "n1", ADMIN)
-    runs.alive = False
-    assert attend().error["code"] == "host_disk_full"
-    with transaction(sold.engine) as conn:
-        assert rows.get(conn, Node, "n1") == node
-        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_BIND_TOPOLOGY, "n1", "node", "n1"), ADMIN)
-    runs.alive = False
-    runs.ends(evidence={})
-    assert attend().state == "succeeded"
-    with transaction(sold.engine) as conn:
-        assert rows.get(conn, Node, "n1").health_state == "healthy"
 
 
 @pytest.fixture

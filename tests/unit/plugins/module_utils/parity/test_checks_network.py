@@ -140,6 +140,15 @@ def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> 
     machine.function("0000:25:00.0", 0, "0000:25:10.0")
     parity.identified({"address": parity.mac})
     assert _checks_network.fabric_vfs(parity.facts(parity.slot)).status == "PASS"
+    # A second card has lost its function, and with it the slot that has it.
+    machine.pci("0000:45:00.0", "8086:10c9", **card)
+    second = parity.slot | {"fabric_vf_pci_address": "0000:45:10.0"}
+    assert _checks_network.fabric_vfs(parity.facts(parity.slot, second)) == _check.warned(
+        "0000:45:00.0 has 0 of 1 functions; 0000:45:10.0 is not there: its slot is blocked"
+    )
+    # No slot has it, so that nothing would be blocked.
+    assert _checks_network.fabric_vfs(parity.facts(parity.slot)).status == "FAIL"
+    assert _checks_network.fabric_vfs(parity.facts(second)).status == "FAIL"
 
 
 GUID = "02:a4:79:e9:da:2a:a8:ac"
