@@ -57,6 +57,7 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
     assert (done.returncode, done.stderr) == (0, "")
     first, second, guarded, third, left = (part.split("\n") for part in done.stdout.split("---\n"))
     assert _words(first) == [
+        "CHANGED module_cache",
         "PASS packages",
         "PASS tuning",
         "PASS gpu_services",
@@ -68,7 +69,7 @@ def test_a_deployed_machine_becomes_a_slice_host_by_one_file(script: Path, tmp_p
         "WARN reboot",
         "code 3",
     ]
-    parts = [word.split()[1] for word in _words(first)[:8]]
+    parts = [word.split()[1] for word in _words(first)[:9]]
     unchanged = [f"PASS {part}" for part in parts]
     assert _words(second) == [*unchanged, "WARN reboot", "code 3"]
     assert _words(guarded) == [*unchanged, "FAIL reboot", "code 1"]
