@@ -155,11 +155,9 @@ def judge(recorder: Recorder, status: str, rc: int | None, seconds: float) -> di
         return verdict
     document = recorder.artifacts.get("slice_result")
     if document is None:
-        reason = recorder.reason
-        problem = (
-            "unreachable" if recorder.unreachable else MODULE_FAILED if reason else "result_missing"
-        )
-        problem = f"{problem}: {reason}" if reason else problem
+        kind = MODULE_FAILED if recorder.reason else "result_missing"
+        kind = "unreachable" if recorder.unreachable else kind
+        problem = f"{kind}: {recorder.reason}" if recorder.reason else kind
         return verdict | {"status": "failed", "problem": problem}
     if len(json.dumps(document)) > _LARGEST_RESULT:
         return verdict | {"status": "failed", "problem": "result_too_large"}
