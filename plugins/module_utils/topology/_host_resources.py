@@ -13,10 +13,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Blocker, blocker
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _pinning
 
 NODES = "/sys/devices/system/node"
 _DMI = "/sys/class/dmi/id"
-_CPUS, _SIBLINGS = "/sys/devices/system/cpu", "topology/thread_siblings_list"
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,10 @@ def _nodes() -> list[str]:
 def _node(path: str) -> dict[str, Any]:
     free = _host.read(f"{path}/hugepages/hugepages-1048576kB/free_hugepages") or "0"
     node = int(path.removeprefix(f"{NODES}/node"))
-    cpus = _host.read(f"{path}/cpulist") or ""
-    siblings = [_host.read(f"{_CPUS}/cpu{cpu}/{_SIBLINGS}") for cpu in _host.numbers(cpus)]
     return {
         "node": node,
-        "cpus": cpus,
-        "threads_per_core": max((len(_host.numbers(text or "0")) for text in siblings), default=1),
+        "cpus": _host.read(f"{path}/cpulist") or "",
+        "threads_per_core": max(map(len, _pinning.cores(node)), default=1),
         "memory_mib": _mib(_host.read(f"{path}/meminfo"), "MemTotal"),
         "hugepages_1g": _hugepages.have(node),
         "hugepages_1g_free": int(free),
