@@ -332,14 +332,16 @@ def _pools(conn: Connection, prefix: str) -> Iterator[Metric]:
 
 
 def _slices(conn: Connection) -> Iterator[Metric]:
-    """The newest telemetry of active slices: a series per value, and per GPU that a guest has."""
+    """The newest telemetry of active slices: a series per value, per GPU that a guest has, and per
+    NUMA node of its memory.
+    """
     labels = ["allocation", "project", "source"]
     families: dict[str, GaugeMetricFamily] = {}
 
-    def add(name: str, value: object, *texts: str) -> None:
+    def add(name: str, value: object, *texts: str, part: str = "") -> None:
         if type(value) not in (int, float, bool):
             return
-        names = [*labels, "gpu"] if len(texts) > len(labels) else labels
+        names = [*labels, part] if part else labels
         family = families.setdefault(
             name,
             GaugeMetricFamily(name, "Telemetry of a slice, in the unit of its name.", labels=names),
@@ -354,7 +356,11 @@ def _slices(conn: Connection) -> Iterator[Metric]:
             for gpu in values.get("gpus", ()):
                 for name, value in gpu.items():
                     if name != "index":
-                        add(f"gpuaas_slice_gpu_{name}", value, *texts, str(gpu["index"]))
+                        add(
+                            f"gpuaas_slice_gpu_{name}", value, *texts, str(gpu["index"]), part="gpu"
+                        )
+            for node, value in enumerate(values.get("node_memory_bytes", ())):
+                add("gpuaas_slice_node_memory_bytes", value, *texts, str(node), part="numa_node")
     yield from families.values()
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 # The host's collector has the same limits for a guest (`slice/_guest_values.py`).
 HIGHEST = 2**53 - 1
 GPUS = 16
+NUMA_NODES = 16
 # More slices than any host has.
 _SLICES = 256
 
@@ -45,6 +46,10 @@ class HostValues(Values):
     cpu_s: Annotated[float, Field(ge=0, le=1e12)] | None = None
     vcpus: Annotated[int, Field(ge=0, le=4096)] | None = None
     memory_bytes: Count | None = None
+    large_pages_bytes: Count | None = Field(None, description="Memory on large pages.")
+    node_memory_bytes: Annotated[list[Count], Field(max_length=NUMA_NODES)] | None = Field(
+        None, description="Memory on each NUMA node of the host."
+    )
     disk_read_bytes: Count | None = None
     disk_written_bytes: Count | None = None
     disk_reads: Count | None = None

@@ -227,8 +227,6 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 def _content(params: _change.Params) -> dict[str, str]:
     user_data = _guest_runtime.merged(
         _document(params, "user_data"),
-        # Before the runtime, whose installation takes minutes and may restart the guest.
-        _guest_runtime.telemetry(),
         _guest_runtime.cloud_config(params["guest_runtime"] or {}, **params["tuning"]),
         _document(params, "tenant_data"),
     )

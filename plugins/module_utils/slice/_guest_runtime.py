@@ -1,4 +1,4 @@
-"""Cloud-config of a guest's runtime: its readiness probes, NVIDIA's driver, RDMA, tuning.
+"""Cloud-config of a guest's runtime: telemetry, readiness probes, NVIDIA's driver, RDMA, tuning.
 
 A tenant's own cloud-config is merged after it: of a key that both have, ours stays; lists of
 commands, packages and files are joined.
@@ -41,6 +41,7 @@ WantedBy=multi-user.target
 """
 
 _TELEMETRY = "/usr/local/lib/gpuaas/telemetry.py"
+_TELEMETRY_UNIT = "gpuaas-telemetry.service"
 _TELEMETRY_SERVICE = f"""\
 [Unit]
 Description=Telemetry of this machine for its project, by way of its host
@@ -61,12 +62,16 @@ _RDMA_PACKAGES = "rdma-core ibverbs-utils infiniband-diags perftest"
 def cloud_config(
     runtime: Mapping[str, Any], sysctl: Mapping[str, str], memlock: str
 ) -> dict[str, Any]:
-    """Keys of cloud-config for `guest_runtime` of a hardware profile.
+    """Keys of cloud-config for `guest_runtime` of a hardware profile. Every slice has telemetry.
 
     sysctl, memlock: values of a guest that is tuned.
     """
-    files = [_file(path, text) for path, text in _settings(runtime, sysctl, memlock).items()]
-    commands: list[Any] = [["sysctl", "--system"]] if runtime.get("tuning") else []
+    files = [
+        _file(_TELEMETRY, _source(_guest_telemetry), "0755"),
+        _file(_unit_path(_TELEMETRY_UNIT), _TELEMETRY_SERVICE),
+    ]
+    files += [_file(path, text) for path, text in _settings(runtime, sysctl, memlock).items()]
+    units, commands = [_TELEMETRY_UNIT], []
     config: dict[str, Any] = {}
     if runtime.get("source") == "cloud_init":
         files += [_file(_INSTALLER, _installer(runtime), "0700"), _file(_PENDING, "")]
@@ -81,23 +86,24 @@ def cloud_config(
     if runtime.get("probes"):
         files += [
             _file(PROGRAM, _source(_guest_probes), "0755"),
-            _file(f"/etc/systemd/system/{UNIT}", _SERVICE),
+            _file(_unit_path(UNIT), _SERVICE),
         ]
-        commands.append(["systemctl", "enable", "--now", "--no-block", UNIT])
-    return {**config, "write_files": files, "runcmd": commands} if files else config
+        units.append(UNIT)
+        commands.append(_start(UNIT))
+    # The installation takes minutes and may restart the guest, so telemetry starts before it.
+    # systemd reads units that it does not know when they start; a reload would read all again.
+    first = [["systemctl", "--no-reload", "enable", *units], _start(_TELEMETRY_UNIT)]
+    if runtime.get("tuning"):
+        first.append(["sysctl", "--system"])
+    return {**config, "write_files": files, "runcmd": [*first, *commands]}
 
 
-def telemetry() -> dict[str, Any]:
-    """Keys of cloud-config for the unit that reports the guest's values; every slice has it."""
-    unit = "gpuaas-telemetry.service"
-    files = [
-        _file(_TELEMETRY, _source(_guest_telemetry), "0755"),
-        _file(f"/etc/systemd/system/{unit}", _TELEMETRY_SERVICE),
-    ]
-    return {
-        "write_files": files,
-        "runcmd": [["systemctl", "enable", "--now", "--no-block", unit]],
-    }
+def _unit_path(name: str) -> str:
+    return f"/etc/systemd/system/{name}"
+
+
+def _start(unit: str) -> list[str]:
+    return ["systemctl", "--no-block", "start", unit]
 
 
 def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import pwd
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -63,6 +64,8 @@ _PORT = {
     "tx_packets": "received_packets",
     "tx_dropped": "received_dropped_packets",
 }
+# Rows of a control group's memory that a guest's can be in, apart from large pages.
+_MEMORY = ("anon", "shmem")
 
 Values = dict[str, Any]
 
@@ -140,6 +143,7 @@ def measure(settings: Mapping[str, Any], problems: list[str]) -> dict[str, Value
             problems.append(source)
 
     ask("libvirt", _domains)
+    ask("memory", lambda: _memory(slices))
     ask("switch", lambda: _ports(slices))
     ask("guards", lambda: _refused(settings))
     ask("dhcp", _leases)
@@ -197,6 +201,47 @@ def _domain(numbers: Mapping[str, int]) -> Values:
         if counters:
             values[name] = sum(counters)
     return values
+
+
+def _memory(slices: Iterable[str]) -> dict[str, Values]:
+    """Memory of each running slice by NUMA node of the host, and how much is on large pages."""
+    values = {}
+    for key in slices:
+        if pid := _libvirt.qemu_pid(_object_names.domain_name(key)):
+            large = _large_pages(pid)
+            nodes = large + _ordinary_pages(pid)
+            by_node = [nodes[node] for node in range(max(nodes, default=-1) + 1)]
+            values[key] = {
+                "large_pages_bytes": large.total(), "node_memory_bytes": by_node
+            }  # fmt: skip
+    return values
+
+
+def _large_pages(pid: int) -> Counter[int]:
+    """Bytes by NUMA node. They are in no control group, because systemd does not use that of large
+    pages.
+    """
+    nodes: Counter[int] = Counter()
+    if not re.search(r"^HugetlbPages:\s+[1-9]", _host.read(f"/proc/{pid}/status") or "", re.M):
+        # The list of a guest on small pages would be counted page by page.
+        return nodes
+    for row in (_host.read(f"/proc/{pid}/numa_maps") or "").splitlines():
+        if " huge " in row and (size := re.search(r" kernelpagesize_kB=(\d+)", row)):
+            for node, pages in re.findall(r" N(\d+)=(\d+)", row):
+                nodes[int(node)] += int(pages) * int(size[1]) * 1024
+    return nodes
+
+
+def _ordinary_pages(pid: int) -> Counter[int]:
+    """Bytes by NUMA node, as the kernel has counted them for the guest's control group."""
+    nodes: Counter[int] = Counter()
+    group = re.search(r"^0::(/\S+?\.scope)\b", _host.read(f"/proc/{pid}/cgroup") or "", re.M)
+    rows = _host.read(f"/sys/fs/cgroup{group[1]}/memory.numa_stat") if group else None
+    for row in (rows or "").splitlines():
+        if row.startswith(tuple(f"{name} " for name in _MEMORY)):
+            for node, count in re.findall(r" N(\d+)=(\d+)", row):
+                nodes[int(node)] += int(count)
+    return nodes
 
 
 def _ports(slices: Iterable[str]) -> dict[str, Values]:

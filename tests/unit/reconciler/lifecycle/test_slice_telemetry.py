@@ -94,17 +94,23 @@ def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_eithe
     guest = {"age_s": 3.0, "load_1": 0.5, "cuda": "ready", "gpus": gpus, "invented": 1}
     with transaction(on_either.engine) as conn:
         mine = on_either.active(conn)
-        host = {"sent_bytes": 7, "refused_packets": {"arp": 2, "invented": 1}}
+        host = {"sent_bytes": 7, "node_memory_bytes": [0, 9]}
+        host |= {"refused_packets": {"arp": 2, "invented": 1}}
         slice_telemetry.record(conn, "n1", snapshot(mine, guest, **host))
     text = metrics.exposition(on_either.engine).decode()
     labels = f'allocation="{mine}",project="p1",source='
     rows = [line for line in text.splitlines() if line.startswith("gpuaas_slice_")]
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert {*rows} == {
         f'gpuaas_slice_sent_bytes{{{labels}"host"}} 7.0',
         f'gpuaas_slice_age_s{{{labels}"guest"}} 3.0',
         f'gpuaas_slice_load_1{{{labels}"guest"}} 0.5',
         f'gpuaas_slice_gpu_power_w{{allocation="{mine}",gpu="0",project="p1",source="guest"}} 5.5',
+        *(
+            f'gpuaas_slice_node_memory_bytes{{allocation="{mine}",numa_node="{node}",project="p1",'
+            f'source="host"}} {size}.0'
+            for node, size in enumerate((0, 9))
+        ),
     }
     # The guard's counters go to the totals of the allocation.
     assert 'gpuaas_refused_packets{kind="arp"} 2.0' in text and "invented" not in text
@@ -117,6 +123,8 @@ def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_eithe
     "change",
     [
         {"cpu_s": -1},
+        {"node_memory_bytes": [0, -1]},
+        {"node_memory_bytes": [0] * 17},
         {"cpu_s": "1"},
         {"sent_bytes": 2**53},
         {"sent_bytes": 1.5},

@@ -44,24 +44,25 @@ def test_a_baked_runtime_brings_the_probes_only() -> None:
     config = config_of(BAKED)
     assert set(config) == {"write_files", "runcmd"}
     assert files(BAKED) == {
+        **files({}),
         _guest_runtime.PROGRAM: Path(_guest_probes.__file__).read_text(),
         f"/etc/systemd/system/{_guest_runtime.UNIT}": _guest_runtime._SERVICE,
     }
-    assert config["runcmd"] == [["systemctl", "enable", "--now", "--no-block", _guest_runtime.UNIT]]
-
-
-def test_without_a_runtime_nothing_is_added() -> None:
-    assert config_of({}) == {}
+    enable, telemetry, probes = config["runcmd"]
+    # Without a reload of systemd.
+    assert enable == ["systemctl", "--no-reload", "enable", telemetry[-1], _guest_runtime.UNIT]
+    assert probes == ["systemctl", "--no-block", "start", _guest_runtime.UNIT]
 
 
 @pytest.mark.covers("SLICE-11")
 def test_every_slice_reports_its_telemetry() -> None:
-    config = _guest_runtime.telemetry()
-    written = {file["path"]: file["content"] for file in config["write_files"]}
-    ((_path, program), (unit, service)) = written.items()
+    ((_path, program), (unit, service)) = files({}).items()
     assert program == Path(_guest_telemetry.__file__).read_text()
     assert f"ExecStart=/usr/bin/python3 -I {_path}\n" in service
-    assert config["runcmd"] == [["systemctl", "enable", "--now", "--no-block", Path(unit).name]]
+    assert config_of({})["runcmd"] == [
+        ["systemctl", "--no-reload", "enable", Path(unit).name],
+        ["systemctl", "--no-block", "start", Path(unit).name],
+    ]
     assert _guest_telemetry.PORT.endswith("/org.gpuaas.telemetry.0")
 
 
@@ -84,9 +85,12 @@ def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path
         "rdma-core", "ibverbs-utils",
     ):  # fmt: skip
         assert f" {package}" in script
+    # Telemetry starts before an installation that takes minutes.
     assert config["runcmd"][1:] == [
+        *config_of({})["runcmd"][1:],
+        ["sysctl", "--system"],
         [_guest_runtime._INSTALLER],
-        ["systemctl", "enable", "--now", "--no-block", _guest_runtime.UNIT],
+        ["systemctl", "--no-block", "start", _guest_runtime.UNIT],
     ]
     pending = _guest_runtime._PENDING
     assert pending in written

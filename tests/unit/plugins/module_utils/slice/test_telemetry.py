@@ -158,6 +158,39 @@ def test_what_the_host_measures_without_the_guest(host: Path, script: Script) ->
     assert snapshot()[A]["host"]["address_leased"] is False
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_where_the_memory_of_a_slice_is(host: Path, script: Script, *, large: bool) -> None:
+    """Files as Linux 6.1 writes them, shortened. Guests on small pages are counted by the control
+    group; numa_maps, whose reader counts each page, is asked for large ones only.
+    """
+    script.on(*STATS, out=domain(A) + domain(B, 5))
+    script.on(*PORTS, out=ports(A))
+    scope = "/machine.slice/machine-qemu\\x2d1\\x2dgpuaas\\x2d23bd713b.scope"
+    files = {
+        f"/run/libvirt/qemu/{_object_names.domain_name(A)}.pid": "77",
+        "/proc/77/status": f"VmRSS:\t 900 kB\nHugetlbPages:\t {3 << 20 if large else 0} kB\n",
+        "/proc/77/cgroup": f"0::{scope}/libvirt/emulator\n",
+        f"/sys/fs/cgroup{scope}/memory.numa_stat": (
+            "anon N0=4096 N1=8192\nfile N0=1 N1=1\nshmem N0=0 N1=100\nanon_thp N0=9 N1=9\n"
+        ),
+        "/proc/77/numa_maps": (
+            "7f0 bind:1 file=/anon_hugepage\\040(deleted) huge anon=3 dirty=3 N0=1 N1=2"
+            " kernelpagesize_kB=1048576\n"
+            "7f1 default anon=1 dirty=1 N0=1 kernelpagesize_kB=4\n"
+        ),
+    }
+    for path, text in files.items():
+        _host.write(path, text)
+    _telemetry.Collector().round({}, 0)
+    slices = snapshot()
+    measured = slices[A]["host"]
+    huge = 1 << 30 if large else 0
+    assert measured["large_pages_bytes"] == 3 * huge
+    assert measured["node_memory_bytes"] == [4096 + huge, 8292 + 2 * huge]
+    # One that is off has no memory.
+    assert "node_memory_bytes" not in slices[B]["host"]
+
+
 def test_a_source_that_fails_is_named_and_costs_the_others_nothing(
     host: Path, script: Script
 ) -> None:
