@@ -38,7 +38,7 @@ from reconciler.model.drift import (
     compare,
     powered_off,
     prefixes,
-    running_unasked,
+    running,
 )
 from reconciler.model.states import (
     ANSWERING_NODES,
@@ -219,8 +219,9 @@ def reconcile(
     boot_id = evidence["identity"]["boot_id"] or "unknown"
     if power.powered_off(conn, powered_off(holdings, records), off_act, boot_id=boot_id):
         records = expected_state(conn, node_id, holdings, since=since)
-    on_act = act.because("its machine runs, although it was to be off")
-    power.seen_running(conn, running_unasked(holdings, records), on_act, boot_id=boot_id)
+    if evidence["identity"]["boot_id"]:
+        on_act = act.because("its machine was seen running")
+        power.seen_running(conn, running(holdings, records), on_act, boot_id=boot_id)
     findings = compare(holdings, records)
     done: dict[str, list[str]] = {"blocked": [], "shut": [], "healed": [], "opened": []}
     for slot in records.slots:
@@ -446,8 +447,9 @@ def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act
 
 
 def _unproven_since_boot(conn: sa.Connection, node: Node) -> bool:
-    """Whether a host that sold slots has not passed under its present boot. A failure may be of
-    services that were still starting; after a pass, failures are for an operator.
+    """Whether a host that sold slots has not passed under its present boot, or has not been
+    discovered. A failure may be of services that were still starting; after a pass, failures are
+    for an operator.
     """
     if node.state != NodeState.READY or not (parity := reports.latest_parity(conn, node.id)):
         return False
@@ -457,10 +459,12 @@ def _unproven_since_boot(conn: sa.Connection, node: Node) -> bool:
         slots.c.status == SlotState.DISABLED,
         slots.c.wanted == SlotState.AVAILABLE,
     )
+    discovery = reports.latest_discovery(conn, node.id)
+    stale = discovery is not None and discovery.boot_id != node.boot_id
     failed = parity.failures or parity.boot_id != node.boot_id
-    if not failed or not rows.first(conn, wanted):
+    if not (failed or stale) or not rows.first(conn, wanted):
         return False
-    return not reports.passed(conn, node.id, node.boot_id)
+    return stale or not reports.passed(conn, node.id, node.boot_id)
 
 
 def _of_slot(

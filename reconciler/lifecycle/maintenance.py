@@ -40,12 +40,15 @@ _REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, Node
 def request_reboot(conn: sa.Connection, id: str, act: Act, *, allocations: Collection[str]) -> Task:
     """Queue a restart of the host. allocations: all that are on it, as its operator names them.
 
-    Problem `node_in_use` while a run is at work on it or a tenant has the whole machine, and
-    `reboot_unconfirmed`, which names the allocations, when the operator names others.
+    Problem `node_in_use` while a run is at work on it, a disk is wiped, or a tenant has the whole
+    machine, and `reboot_unconfirmed`, which names the allocations, when the operator names others.
     """
     with locks.node(conn, id):
         node = _require_answering(nodes.require_enrolled(conn, id))
         guests = _guests(conn, id)
+        if any(slot.status == SlotState.CLEANUP for slot in slots.of_node(conn, id)):
+            # The restart would wait for a wipe of hours, and everybody's tasks for the restart.
+            nodes.refuse_in_use(conn, id)
         present = {guest["allocation_id"] for guest in guests}
         if present != set(allocations):
             raise _unconfirmed(guests, allocations)
@@ -102,15 +105,19 @@ def began(conn: sa.Connection, task: Task) -> None:
             raise _unconfirmed(guests, named)
 
 
-def restarted(conn: sa.Connection, task: Task, act: Act) -> Task:
+def restarted(conn: sa.Connection, task: Task, act: Act) -> Task | None:
     """Record that the host was restarted; returns the first task of its way back into use."""
     host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"])
     return bring_back(conn, task, act)
 
 
-def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task:
-    """Queue what proves the host again. A pass takes a node back that maintenance has drained."""
+def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task | None:
+    """Queue what proves the host again; None for a node that was retired meanwhile. A pass takes a
+    node back that maintenance has drained.
+    """
     node = nodes.get(conn, task.node_id)
+    if node.state == NodeState.RETIRED:
+        return None
     kinds = host.VERIFICATION if _sells_slices(conn, node) else host.VERIFICATION[:1]
     item = queue.Enqueue(kinds[0], node.id, parameters=queue.then(kinds[1:]))
     return queue.enqueue(conn, item, act)

@@ -146,7 +146,9 @@ def interrupted(conn: sa.Connection, ids: Collection[str]) -> None:
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
         if allocation.state == AllocationState.ACTIVE:
-            _set(conn, allocation, started_boot_id="")
+            # The generation stays: it is the number of this restart among the runs of power.
+            update = sa.update(allocations).where(allocations.c.id == id)
+            conn.execute(update.values(started_boot_id=""))
 
 
 def powered_off(
@@ -172,14 +174,18 @@ def powered_off(
 
 def seen_running(conn: sa.Connection, ids: Collection[str], act: Act, *, boot_id: str) -> None:
     """Record slices as running under this boot whose machines were seen so. Their stop has failed,
-    or a restart of their host that did not happen should have stopped them.
+    a restart of their host that should have stopped them did not happen, or contact with their
+    start was lost.
     """
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
-        stopped = allocation.stopped and not allocation.power_action
-        if allocation.state == AllocationState.ACTIVE and stopped:
-            _set(conn, allocation, stopped=False, started_boot_id=boot_id)
-            journal.audit_of(conn, act, "allocation.running", allocation)
+        known = allocation.started_boot_id == boot_id and not allocation.stopped
+        if allocation.state != AllocationState.ACTIVE or allocation.power_action or known:
+            continue
+        # The error of a start is over once the machine runs; that of a stop is not.
+        error = allocation.error if allocation.stopped else {}
+        _set(conn, allocation, stopped=False, started_boot_id=boot_id, error=error)
+        journal.audit_of(conn, act, "allocation.running", allocation)
 
 
 def start_after_boot(

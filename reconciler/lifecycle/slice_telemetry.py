@@ -96,11 +96,14 @@ def _place(at: float) -> int:
     return int(at // PERIOD_S) % RING
 
 
-def switched_off(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> list[str]:
+def switched_off(
+    conn: sa.Connection, node_id: str, snapshot: Snapshot, *, again: bool = False
+) -> list[str]:
     """Running slices of a host that the snapshot shows off, and their newest samples did not.
 
     A value of telemetry decides nothing, but it is a reason to compare the host with the records.
-    Without an order of its project, a guest has powered itself off, or it was lost.
+    Without an order of its project, a guest has powered itself off, or it was lost. again: also
+    slices that were off before.
     """
     off = [part.allocation_id for part in snapshot.slices if part.host.state == _OFF]
     mine = sa.select(allocations.c.id).where(
@@ -111,13 +114,15 @@ def switched_off(conn: sa.Connection, node_id: str, snapshot: Snapshot) -> list[
         _ACTIVE,
     )
     ids = sorted(conn.execute(mine).scalars()) if off else []
+    if again:
+        return ids
     # The newest may be old: a host that was restarted was silent meanwhile.
     newest = sa.select(telemetry_samples.c.host).order_by(telemetry_samples.c.at.desc()).limit(1)
     last = {
         key: conn.execute(newest.where(telemetry_samples.c.allocation_id == key)).scalar()
         for key in ids
     }
-    return [key for key, host in last.items() if host and host.get("state") != _OFF]
+    return [key for key, host in last.items() if not host or host.get("state") != _OFF]
 
 
 def samples(conn: sa.Connection, allocation_id: str, minutes: int) -> list[TelemetrySample]:

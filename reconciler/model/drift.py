@@ -182,8 +182,8 @@ def powered_off(holdings: Mapping[str, Any], records: Records) -> list[str]:
     ]
 
 
-def running_unasked(holdings: Mapping[str, Any], records: Records) -> list[str]:
-    """Allocations whose machines run, although their projects have stopped them.
+def running(holdings: Mapping[str, Any], records: Records) -> list[str]:
+    """Allocations whose machines run.
 
     A start that its stop has overtaken may leave a paused machine, which does not run.
     """
@@ -192,7 +192,7 @@ def running_unasked(holdings: Mapping[str, Any], records: Records) -> list[str]:
     return [
         allocation.id
         for allocation in records.allocations
-        if allocation.id in on and allocation.active and allocation.settled and allocation.stopped
+        if allocation.id in on and allocation.active and allocation.settled
     ]
 
 

@@ -65,6 +65,8 @@ class Telemetry:
         self._plan: dict[str, tuple[float, float, str]] = {}
         # Per node: what of its baseline differed when it was compared for that.
         self._differing: dict[str, frozenset[str]] = {}
+        # Nodes with a slice off unasked that could not be compared then.
+        self._unasked: set[str] = set()
         self._places = Places("telemetry", clock)
 
     def run(self, stopping: threading.Event, every_s: float = 5.0) -> None:
@@ -137,11 +139,15 @@ class Telemetry:
         return ""
 
     def _record(self, conn: Connection, node_id: str, snapshot: Snapshot) -> None:
-        off = slice_telemetry.switched_off(conn, node_id, snapshot)
+        again = node_id in self._unasked
+        off = slice_telemetry.switched_off(conn, node_id, snapshot, again=again)
         slice_telemetry.record(conn, node_id, snapshot)
-        if off and self._drift:
-            # The host may lose power before its next turn, and would start the slice again then.
-            drift.queue_unasked(conn, node_id, _OFF)
+        # The host may lose power before its next turn, and would start the slice again then.
+        if off and self._drift and not drift.queue_unasked(conn, node_id, _OFF):
+            # A comparison under way may have looked before.
+            self._unasked.add(node_id)
+        else:
+            self._unasked.discard(node_id)
 
     def _compare(self, node_id: str, differs: frozenset[str], act: Act) -> None:
         """Have the host compared and repaired when something differs that did not before."""

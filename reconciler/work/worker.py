@@ -64,6 +64,8 @@ STUCK_S = 60.0
 PROBE_S = 300
 NOT_BEGUN = (Phase.ABSENT, Phase.PREPARED)
 # Errors of this machine before a run begins, such as a full disk or a failing ssh-keygen.
+# A run that lasts longer has reached its host: no connection takes so long to fail.
+_REACHED_S = 300.0
 _CONTROLLER_ERRORS = (OSError, TrustError, subprocess.SubprocessError)
 
 
@@ -231,6 +233,7 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
     handler = HANDLERS[task.kind]
     directory = run_directory(settings.state_dir, queue.run_id(task))
     since, attached = task.progress_offset, False
+    began, extended = time.monotonic(), not (task.allocation_id or task.fences)
     while True:
         state = collect.observe(directory)
         # The worker that prepared the run may have been refused its launch. The lock's file shows
@@ -240,9 +243,11 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
             if not _begin(engine, settings, handler, task, directory):
                 return
             state, attached = collect.observe(directory), False
-        if not attached and (task.allocation_id or task.fences):
-            retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
         attached = True
+        # A host may answer each probe and no run; its launch must not go on for ever.
+        if not extended and (not task.unreached or time.monotonic() - began > _REACHED_S):
+            retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
+            extended = True
         # Another worker may have freed the lock after this one was kept out by it: then to begin it
         # is this one's turn.
         if state.phase is Phase.ABSENT and (since or not RunPaths(directory).lock.exists()):

@@ -34,14 +34,20 @@ PAUSED_ON_PURPOSE = frozenset({1, 11})
 _SHUT_DOWN = 1
 
 _RESEND_SECONDS = 15
+# A file for each domain whose guest was asked to power off, until its next start. It has the time
+# until which the guest may take, by the clock that begins at the host's boot.
+_REQUESTS = "/run/gpuaas/shutdowns"
 
 
 @dataclass(frozen=True)
 class State:
-    """A domain's state in words, with libvirt's number of the reason."""
+    """A domain's state in words, with libvirt's number of the reason. asked: whether its guest was
+    asked to power off since its start.
+    """
 
     name: str
     reason: int = 0
+    asked: bool = False
 
     @property
     def active(self) -> bool:
@@ -60,10 +66,10 @@ class State:
 
     @property
     def off_by_guest(self) -> bool:
-        """Whether the guest powered off, by itself or on request; not after a crash or a loss of
+        """Whether the guest powered off by itself; not on request, after a crash or a loss of
         power.
         """
-        return self.name == "shut off" and self.reason == _SHUT_DOWN
+        return self.name == "shut off" and self.reason == _SHUT_DOWN and not self.asked
 
 
 def state(name: str) -> State | None:
@@ -78,10 +84,27 @@ def state(name: str) -> State | None:
 
 def states(*names: str, ok: tuple[int, ...] = (0,)) -> dict[str, State]:
     """Domains of this host, defined or running, by name; every one without `names`."""
+    asked = set(_host.listed(_REQUESTS))
     return {
-        name: State(_word(values.get("state.state", 0)), values.get("state.reason", 0))
+        name: State(
+            _word(values.get("state.state", 0)), values.get("state.reason", 0), name in asked
+        )
         for name, values in statistics("--state", names=names, ok=ok).items()
     }
+
+
+def settled(name: str, check: Callable[[], object]) -> State | None:
+    """As `state`, after a guest that was asked to power off has done so, or has not in its time.
+
+    check: as for `shut_down`.
+    """
+    until = _host.read(_request(name)) or "0"
+    while True:
+        now = state(name)
+        if now is None or not now.active or _uptime() > float(until):
+            return now
+        check()
+        time.sleep(1)
 
 
 def statistics(
@@ -151,6 +174,12 @@ def define(xml: str) -> None:
 def start_paused(name: str, *, timeout: float) -> None:
     """Start with the virtual CPUs stopped, so that the port can be guarded before a guest runs."""
     _virsh("start", name, "--paused", timeout=timeout)
+    forget_request(name)
+
+
+def forget_request(name: str) -> None:
+    """From now on, the guest powers off by itself."""
+    _host.remove(_request(name))
 
 
 def resume(name: str) -> None:
@@ -168,6 +197,8 @@ def shut_down(name: str, *, deadline: float, check: Callable[[], object]) -> boo
         if not _active(name):
             return True
         check()
+        if requested_at == 0.0:
+            _note_request(name, deadline)
         # A guest that is still booting ignores the first request.
         if requested_at == 0.0 or time.monotonic() - requested_at > _RESEND_SECONDS:
             # The guest may end between query and request, and its QEMU may not answer at all.
@@ -206,6 +237,7 @@ def undefine(name: str, *, attempts: int = 3) -> None:
         last = attempt == attempts - 1
         done = _virsh("undefine", name, *options, ok=(0,) if last else (0, 1))
         if done.rc == 0:
+            forget_request(name)
             return
         time.sleep(2)
 
@@ -240,6 +272,21 @@ def disk_io() -> str:
     """
     off = (_host.read("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0"
     return "native" if off else "io_uring"
+
+
+def _note_request(name: str, deadline: float) -> None:
+    """Whatever becomes of this run, its guest's end is not the guest's own doing."""
+    # Without the note the guest is still to be stopped.
+    with contextlib.suppress(OSError):
+        _host.write(_request(name), f"{_uptime() + deadline}\n")
+
+
+def _request(name: str) -> str:
+    return f"{_REQUESTS}/{name}"
+
+
+def _uptime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _active(name: str) -> bool:

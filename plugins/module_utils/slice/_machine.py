@@ -75,7 +75,11 @@ def observe(params: _change.Params) -> State:
     allocation = params["allocation_id"]
     name = _object_names.domain_name(allocation)
     slots = _slots.checked(params["slots"], needed=("slot_id", "fence"))
-    life = _libvirt.state(name)
+    if params["state"] == "running":
+        # A stop whose run was lost may take effect after a look, and the start would be none.
+        life = _libvirt.settled(name, partial(_ledger.check_each, params["slots"]))
+    else:
+        life = _libvirt.state(name)
     active = life is not None and life.active
     port = _flows.port_number(_object_names.port_name(allocation))
     flows: frozenset[_flows.Flow] = frozenset()
@@ -152,6 +156,8 @@ def _plan_running(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("activate_partition", what, state.nvlink, True))
     if not state.active:
         steps.append(_change.Step("start_domain", f"{domain.name} power", "off", "paused"))
+    elif state.life and state.life.asked:
+        steps.append(_change.Step("forget_shutdown", f"{domain.name} power", "asked to go off", ""))
     unguarded = state.flows != state.wanted_flows or state.kept != _guard(params)
     if not state.active or unguarded:
         before_flows = sorted(flow.text() for flow in state.flows)
@@ -289,6 +295,8 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "limit_port":
         _qos.install(allocation, _qos.limit(params["spec"].get("mgmt_qos")))
         return _qos.observe(allocation).document()
+    elif step.name == "forget_shutdown":
+        _libvirt.forget_request(name)
     elif step.name == "resume_domain":
         _libvirt.resume(name)
     elif step.name == "stop_domain":

@@ -11,12 +11,13 @@ import sqlalchemy as sa
 from reconciler.db import journal
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import host, maintenance, power, slices, task_failures
+from reconciler.lifecycle import host, maintenance, power, recovery, slices, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeState, PowerAction, TaskKind, TaskState
 from reconciler.records import allocations, leasing, nodes, queue, slots
 from reconciler.settings import Settings
+from reconciler.work import worker
 from reconciler.work.handler import Work, open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import queue_next_step
@@ -165,6 +166,39 @@ def test_a_host_whose_release_failed_can_be_restarted(sold: Site) -> None:
         assert slots.get(conn, slot_id).status == "cleanup_blocked"
         assert power.fence_of_ended_runs(conn, key) is None
         maintenance.began(conn, task)
+
+
+def test_a_host_whose_disk_is_wiped_is_not_restarted(sold: Site) -> None:
+    """The restart would wait for hours, and the tasks of all its tenants for the restart."""
+    with transaction(sold.engine) as conn:
+        key = running(conn, sold)
+        sold.failed(conn)
+        recovery.repair(conn, recovery.blocked(conn)[0].id, ADMIN)
+        asked = (maintenance.request_reboot, conn, "n1", ADMIN)
+        assert problem(*asked, allocations=[key]).code == "node_in_use"
+
+
+def test_a_worker_that_was_killed_prepares_the_same_restart_again(
+    sold: Site, settings: Settings
+) -> None:
+    with transaction(sold.engine) as conn:
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[running(conn, sold)])
+        (task,) = leasing.lease(conn, "w", kinds=[REBOOT])
+    asked = (sold.engine, settings, HANDLERS[REBOOT], task, queue.run_id(task))
+    # A run id whose folder has another fingerprint is refused.
+    assert worker.prepare(*asked).fingerprint() == worker.prepare(*asked).fingerprint()
+
+
+def test_a_node_that_was_retired_in_its_restart_is_left_alone(
+    sold: Site, settings: Settings
+) -> None:
+    with transaction(sold.engine) as conn:
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
+        work = begin(conn, settings, REBOOT)
+        host.lost(conn, "n1", ADMIN)
+        host.retire(conn, "n1", ADMIN)
+        fail(work, "run_canceled", {}, known=False)
+        assert queue.open_of_node(conn, "n1") == []
 
 
 def test_a_launch_meanwhile_keeps_the_host_running(sold: Site, settings: Settings) -> None:

@@ -245,6 +245,21 @@ def test_a_slice_whose_start_waits_is_not_taken_for_off_by_its_guest(sold: Site,
         assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [key]
 
 
+def test_a_start_whose_run_was_lost_counts_once_the_machine_is_seen(sold: Site, key: str) -> None:
+    with transaction(sold.engine) as conn:
+        boot_id = nodes.get(conn, "n1").boot_id
+        power.request(conn, key, PowerAction.RESTART, ADMIN)
+        power.seen_running(conn, [key], ADMIN, boot_id=boot_id)
+        assert allocations.get(conn, key).power_action, "its run may stop it yet"
+        task = sold.finish(conn, POWER, TaskState.FAILED)
+        power.failed(conn, task, {"code": "host_unreachable"})
+        power.seen_running(conn, [key], ADMIN, boot_id=boot_id)
+        seen = allocations.get(conn, key)
+        assert (seen.started_boot_id, seen.error, seen.stopped) == (boot_id, {}, False)
+        # From now on its guest's own power-off counts.
+        assert power.powered_off(conn, [key], ADMIN, boot_id=boot_id) == [key]
+
+
 @pytest.mark.parametrize(
     ("action", "machine", "stopped", "owed"),
     [

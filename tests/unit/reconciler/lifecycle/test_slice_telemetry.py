@@ -71,7 +71,7 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
         mine = on_either.active(conn)
         off = snapshot(mine, state="shut off")
         look = partial(slice_telemetry.switched_off, conn, "n1")
-        assert look(off) == [], "it may have been off all the time"
+        assert look(off) == [mine], "one that is to run and was never seen"
         slice_telemetry.record(conn, "n1", snapshot(mine))
         assert look(snapshot(mine)) == []
         assert slice_telemetry.switched_off(conn, "n2", off) == []
@@ -86,6 +86,7 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
         assert look(off) == [mine]
         slice_telemetry.record(conn, "n1", off)
         assert look(off) == []
+        assert look(off, again=True) == [mine]
 
 
 def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_either: Site) -> None:

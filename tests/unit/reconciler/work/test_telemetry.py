@@ -20,8 +20,8 @@ from reconciler.db.schema import nodes
 from reconciler.lifecycle import drift, slice_telemetry
 from reconciler.model.act import Act
 from reconciler.model.slice_telemetry import Snapshot
-from reconciler.model.states import TaskKind
-from reconciler.records import allocations, queue
+from reconciler.model.states import TaskKind, TaskState
+from reconciler.records import allocations, leasing, queue
 from reconciler.records import nodes as nodes_of
 from reconciler.runs import ssh
 from reconciler.runs.spec import NodeAccess, RunError
@@ -30,7 +30,7 @@ from reconciler.trust import ca
 from reconciler.work import telemetry
 from reconciler.work.telemetry import Telemetry
 from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot
-from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.service import until
 
 __all__ = ["boot"]
@@ -138,6 +138,28 @@ def test_a_guest_that_powers_itself_off_is_looked_at_before_its_host_may_restart
         with reading(sold.engine) as conn:
             kinds = [task.kind for task in queue.every(conn)]
         assert kinds.count(TaskKind.SLICE_DRIFT_RECONCILE) == wanted
+
+
+@pytest.mark.covers("SLICE-8")
+def test_a_slice_that_goes_off_during_a_comparison_is_compared_again(sold: Site) -> None:
+    """That comparison may have looked at the host while the guest ran."""
+    with transaction(sold.engine) as conn:
+        mine = sold.active(conn)
+        drift.queue_comparison(conn, "n1", ADMIN)
+        (under_way,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_DRIFT_RECONCILE])
+    part = {"allocation_id": mine, "host": {"state": "shut off"}}
+    off = Snapshot.read(json.dumps({"version": 1, "slices": [part]}).encode())
+    collector = Telemetry(sold.engine, SshAccess)  # type: ignore[arg-type]
+
+    def comparisons() -> int:
+        with transaction(sold.engine) as conn:
+            collector._record(conn, "n1", off)  # type: ignore[arg-type]
+            return len(queue.every(conn, kind=TaskKind.SLICE_DRIFT_RECONCILE))
+
+    assert [comparisons(), comparisons()] == [1, 1]
+    with transaction(sold.engine) as conn:
+        queue.finish(conn, under_way.id, under_way.lease_token, TaskState.SUCCEEDED, ADMIN)
+    assert [comparisons(), comparisons()] == [2, 2]
 
 
 @pytest.mark.covers("SLICE-8")

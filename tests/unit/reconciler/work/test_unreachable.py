@@ -23,6 +23,7 @@ from reconciler.runs.spec import NodeAccess
 from reconciler.runs.ssh import SshAccess
 from reconciler.settings import Settings
 from reconciler.work import watch, worker
+from reconciler.work.loops import end_overdue
 from reconciler.work.watch import FIRST_S, FORGET_S, Watch
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.service.service import until
@@ -81,6 +82,31 @@ def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
     assert second == f"{first}-1"
     with transaction(sold.engine) as conn:
         assert allocations.get(conn, key).state == "active"
+
+
+def test_a_launch_on_a_host_that_answers_probes_only_ends(
+    sold: Site, runs: Runs, attend: Attend, settings: Settings
+) -> None:
+    """Otherwise its tenant waits for ever: it cannot release what is provisioned."""
+    key = launched(sold)
+    runs.outcome = SILENT
+    minutes = 0
+    while True:
+        attend()
+        with transaction(sold.engine) as conn:
+            for name in ("tasks", "allocations", "claims", "slots", "nodes"):
+                table = tables.metadata.tables[name]
+                due = sa.update(table).where(table.c.deadline_at.is_not(None))
+                conn.execute(due.values(deadline_at=table.c.deadline_at - 600))
+            host.record_answer(conn, "n1", ADMIN)
+        end_overdue(sold.engine, settings)
+        with transaction(sold.engine) as conn:
+            if allocations.get(conn, key).state != "provisioning":
+                break
+        minutes += 10
+        assert minutes < 600
+    with transaction(sold.engine) as conn:
+        assert allocations.get(conn, key).state == "failed"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def stats(**counters: tuple[int, int]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_libvirt.time, "sleep", lambda _seconds: None)
 
 
@@ -105,6 +105,42 @@ def test_a_qemu_that_does_not_answer_is_no_obstacle_to_taking_its_power(
     monkeypatch.setattr(_command, "run", run)
     script.on(*LOOK, "a", out=stats(a=(1, 1)))
     assert not _libvirt.shut_down("a", deadline=0.01, check=list)
+
+
+def test_a_guest_that_was_asked_to_power_off_did_not_do_so_by_itself(script: Script) -> None:
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
+    for act in (("shutdown", "a"), ("start", "a", "--paused")):
+        script.on(*VIRSH, *act)
+    assert not _libvirt.shut_down("a", deadline=0.01, check=list)
+    # The run may be lost before it sees the guest off.
+    script.on(*LOOK, out=stats(a=(5, 1), b=(5, 1)))
+    assert {key: s.off_by_guest for key, s in _libvirt.states().items()} == {"a": False, "b": True}
+    _libvirt.start_paused("a", timeout=1)
+    assert _libvirt.states()["a"].off_by_guest
+
+
+def test_a_guest_that_powers_off_late_is_waited_for(script: Script) -> None:
+    """Its stop was lost; a start that found it running would start nothing."""
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
+    script.on(*VIRSH, "shutdown", "a")
+
+    def lost() -> None:
+        if (*VIRSH, "shutdown", "a") in script.calls:
+            raise Refusal("stale_fence", expected="a", found="b", remedy="c")
+
+    with pytest.raises(Refusal, match="stale_fence"):
+        _libvirt.shut_down("a", deadline=30, check=lost)
+    with pytest.raises(Refusal, match="stale_fence"):
+        _libvirt.settled("a", lost)
+    script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 1)))
+    assert _libvirt.settled("a", list) == _libvirt.State("shut off", 1, asked=True)
+
+
+def test_a_guest_that_ignores_the_request_runs_on(script: Script) -> None:
+    script.on(*LOOK, "a", out=stats(a=(1, 1)))
+    script.on(*VIRSH, "shutdown", "a")
+    assert not _libvirt.shut_down("a", deadline=0.01, check=list)
+    assert _libvirt.settled("a", list) == _libvirt.State("running", 1, asked=True)
 
 
 @pytest.mark.covers("I10")

@@ -334,6 +334,20 @@ def test_start_and_start_again(host: Host) -> None:
     assert not drive(PARAMS).changed
 
 
+def test_a_guest_that_ignored_its_stop_powers_off_by_itself_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(PARAMS)
+    host.life = Life("running", 1, asked=True)
+
+    def forget(_name: str) -> None:
+        host.life = Life("running", 1)
+
+    monkeypatch.setattr(_libvirt, "forget_request", forget)
+    assert drive(PARAMS).done == ["forget_shutdown"]
+    assert not drive(PARAMS).changed
+
+
 @pytest.mark.covers("HOST-7")
 def test_a_guard_that_is_put_back_keeps_connections(host: Host) -> None:
     drive(PARAMS)
