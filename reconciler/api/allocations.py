@@ -377,7 +377,8 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         present = "a whole machine is delivered with its present installation"
         problems.require_default(body, "user_data", present)
         problems.require_default(body, "terminal", present)
-    own = cloud_config.parse(body.user_data)
+    with context.request.app.state.rates.reading(context.caller.owner):
+        own = cloud_config.parse(body.user_data)
     # Before the transaction, because a name server may be slow.
     api = guest_pool.api_addresses(context.settings) if body.worker_pool else []
 
@@ -401,7 +402,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         return MemberAllocation.of_allocation(allocation, context.settings)
 
     reason = "launched by its project"
-    for tries_left in reversed(range(placement.TRIES)):
+    for _ in range(placement.TRIES):
         try:
             # The project's limits bound what is left.
             return context.write(
@@ -411,10 +412,9 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             # The reasons are those of every slot of the site, so a caller gets them one at a time.
             cache: AnswerCache = context.request.app.state.availability
             with cache.turn(context.caller.owner) as free:
-                if not (free or tries_left):
+                if not free:
                     raise
-                read = partial(placement.refusal, want=no_room.want)
-                refusal = context.read(read) if free else None
+                refusal = context.read(partial(placement.refusal, want=no_room.want))
         except Problem as problem:
             raise _redact(problem, context.caller.role) from None
         if refusal is not None:

@@ -17,6 +17,7 @@ from sqlalchemy import Engine
 from typing_extensions import TypeAliasType
 
 from reconciler.api import (
+    admission,
     allocations,
     apps,
     catalog,
@@ -47,7 +48,7 @@ from reconciler.api import (
     worker,
 )
 from reconciler.api.http import CORRELATION_HEADER
-from reconciler.api.security import Rates
+from reconciler.api.security import Places, Rates
 from reconciler.model import jobs as job_rules
 from reconciler.model import pools as pool_rules
 from reconciler.model import states
@@ -209,9 +210,12 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.state.settings = settings
     app.state.engine = engine
     app.state.rates = Rates()
+    app.state.places = Places()
     app.state.waits = worker.Waits()
     app.state.availability = catalog.AnswerCache()
     problems.install(app)
+    app.add_middleware(admission.Admission)
+    # Added last, it is the first.
     app.add_middleware(metrics.Correlation)
     api = APIRouter(prefix=PREFIX)
     for router in ROUTERS:

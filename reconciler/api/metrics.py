@@ -17,11 +17,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from sqlalchemy import Connection, Engine
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reconciler import logs
-from reconciler.api import problems
 from reconciler.api.http import CORRELATION_HEADER
 from reconciler.db import clock, leader
 from reconciler.db.engine import reading
@@ -29,7 +27,6 @@ from reconciler.db.schema import allocations, nodes, outbox, slots, tasks
 from reconciler.inventory import maas_sync, sync
 from reconciler.inventory.readings import Readings
 from reconciler.lifecycle import drift, slice_telemetry
-from reconciler.model.errors import Problem
 from reconciler.model.jobs import Mode
 from reconciler.model.pools import APART, LIVE_POOLS, PoolState
 from reconciler.model.states import TaskState
@@ -41,14 +38,12 @@ log = logging.getLogger("gpuaas.api.request")
 
 # -- Correlation ids and the request log --------------------------------------------------------
 
-# No request of this API is larger. Without a limit an unauthenticated sender could fill the memory.
-BODY_LIMIT = 1 << 20
 # The id reaches run variables and syslog lines on hosts.
 _CORRELATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Correlation:
-    """ASGI middleware: correlation id, log line per request, limit of the body's size."""
+    """ASGI middleware: correlation id and log line per request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -71,10 +66,7 @@ class Correlation:
 
         with logs.about(correlation=scope["correlation_id"]):
             try:
-                if _too_long(headers):
-                    await problems.respond(Request(scope), _TOO_LARGE)(scope, receive, answer)
-                else:
-                    await self._app(scope, receive, answer)
+                await self._app(scope, receive, answer)
             finally:
                 took_s = time.monotonic() - began
                 _count_request(scope, status, took_s)
@@ -87,21 +79,6 @@ class Correlation:
                     took_s * 1000,
                     scope["correlation_id"],
                 )
-
-
-def _too_long(headers: Headers) -> bool:
-    # A chunked body states no length, so it is refused; no supported client sends one.
-    length = headers.get("content-length", "")
-    return "transfer-encoding" in headers or (length.isdigit() and int(length) > BODY_LIMIT)
-
-
-_TOO_LARGE = Problem(
-    "body_too_large",
-    413,
-    expected=f"a body of stated length, at most {BODY_LIMIT} bytes",
-    found="a longer one, or one without a length",
-    remedy="send less, with Content-Length",
-)
 
 
 # -- Metrics ------------------------------------------------------------------------------------

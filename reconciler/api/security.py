@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Self
 
@@ -49,6 +53,8 @@ _bearer = HTTPBearer(
 # Keys of the request's scope under which the console passes its session and the secret of that. No
 # header reaches a scope.
 SESSION, SECRET = "gpuaas.session", "gpuaas.secret"
+# The function by which a request leaves its place.
+PLACE = "gpuaas.place"
 _ACTOR: dict[str, str] = {
     Role.PLATFORM_ADMIN: "admin",
     Role.PROJECT_MEMBER: "member",
@@ -58,6 +64,10 @@ _ACTOR: dict[str, str] = {
 # Sustained, and at once: more than a person or a script of a person makes, and less than what keeps
 # a process from others.
 PER_S, BURST = 100.0, 1000
+# Requests of a member that are worked on at once; others of it wait. A process has forty threads.
+PLACES = 8
+# Seconds of a processor that a member's documents may take to read, for each second and at once.
+READING_PER_S, READING_BURST = 0.1, 10.0
 # Changes by a member, each of which leaves rows that are kept: in the audit log for ever, and under
 # its idempotency key for days.
 ACTS_PER_S, ACTS_BURST = 1.0, 300
@@ -246,6 +256,10 @@ def _require_paid(wait_s: float, *, expected: str, found: str, remedy: str) -> N
 class Rates(Buckets):
     """Requests of each token, at PER_S of them a second; changes by each member, at ACTS_PER_S."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._reading = threading.Lock()
+
     def take(self, token_id: str, holders: int = 1) -> None:
         """Count a request; Problem `rate_exceeded` for one too many, which is not counted.
 
@@ -263,6 +277,36 @@ class Rates(Buckets):
         )
         self.count(key, per_s)
 
+    def take_bytes(self, key: str, size: int, per_s: float, burst: float) -> None:
+        """Count the bytes of a body; Problem `rate_exceeded` for too many, as `take`."""
+        _require_paid(
+            self.wait_s(key, per_s, burst, size),
+            expected=f"at most {per_s / 2**20:.0f} MiB a second in bodies of more than 64 KiB",
+            found=f"more, after {burst / 2**20:.0f} MiB at once",
+            remedy="send smaller bodies, or fewer",
+        )
+        self.count(key, per_s, size)
+
+    @contextmanager
+    def reading(self, owner: str) -> Iterator[None]:
+        """Count the processor time of a member's document; Problem `rate_exceeded` for too much.
+
+        One is read at a time: several would take the interpreter from all other requests.
+        """
+        key = f"reading of {owner}"
+        _require_paid(
+            self.wait_s(key, READING_PER_S, READING_BURST, 0),
+            expected="documents that are read in a moment",
+            found="many that take long",
+            remedy="send smaller documents, or fewer",
+        )
+        with self._reading:
+            began = time.thread_time()
+            try:
+                yield
+            finally:
+                self.count(key, READING_PER_S, time.thread_time() - began)
+
     def require_act(self, owner: str) -> None:
         """Problem `rate_exceeded` for a member who has changed too much."""
         _require_paid(
@@ -277,6 +321,44 @@ class Rates(Buckets):
         self.count(f"acts of {owner}", ACTS_PER_S)
 
 
+class Places:
+    """Requests of each caller that are worked on at once, so that a slow one costs its caller and
+    no other. Of the event loop only.
+    """
+
+    def __init__(self) -> None:
+        # With how many requests have a place or wait for one.
+        self._places: dict[str, tuple[asyncio.Semaphore, int]] = {}
+
+    async def take(self, key: str, most: int) -> Callable[[], None]:
+        """Wait for a place; returns the function by which the request leaves it."""
+        semaphore, users = self._places.get(key) or (asyncio.Semaphore(most), 0)
+        self._places[key] = (semaphore, users + 1)
+        try:
+            await semaphore.acquire()
+        except BaseException:
+            self._forget(key)
+            raise
+
+        def leave() -> None:
+            semaphore.release()
+            self._forget(key)
+
+        return leave
+
+    def _forget(self, key: str) -> None:
+        semaphore, users = self._places[key]
+        self._places[key] = (semaphore, users - 1)
+        if users == 1:
+            del self._places[key]
+
+
+async def _take_place(request: Request, who: Caller) -> None:
+    if who.role == Role.PROJECT_MEMBER and PLACE not in request.scope:
+        places: Places = request.app.state.places
+        request.scope[PLACE] = await places.take(who.owner, PLACES)
+
+
 def caller(
     request: Request,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
@@ -285,17 +367,21 @@ def caller(
     secret = "" if credentials is None else credentials.credentials
     identity = authenticate(request, secret)
     if identity is None:
-        raise Problem(
-            "unauthenticated",
-            401,
-            expected="Authorization: Bearer with a valid token",
-            found="no token, or one that is unknown, expired or revoked",
-            remedy="ask the operators for one, or run `gpuaas login` where the site has an OpenID"
-            " provider; an operator makes one with `gpuaas token create` on the service's machine",
-        )
+        raise unauthenticated()
     if identity.role != Role.PLATFORM_ADMIN:
         request.app.state.rates.take(identity.owner)
     return identity
+
+
+def unauthenticated() -> Problem:
+    return Problem(
+        "unauthenticated",
+        401,
+        expected="Authorization: Bearer with a valid token",
+        found="no token, or one that is unknown, expired or revoked",
+        remedy="ask the operators for one, or run `gpuaas login` where the site has an OpenID"
+        " provider; an operator makes one with `gpuaas token create` on the service's machine",
+    )
 
 
 async def admin(
@@ -321,6 +407,7 @@ async def member(project_id: Id, request: Request, who: _MemberOrAdmin) -> Conte
         raise _wrong_role(who, Role.PROJECT_MEMBER)
     if who.role == Role.PROJECT_MEMBER and project_id not in who.projects:
         raise not_found("project", project_id)
+    await _take_place(request, who)
     # A project that a stored token refers to exists.
     if project_id not in who.projects or not who.stored:
         await run_in_threadpool(_require_project, request, project_id)
@@ -331,6 +418,7 @@ async def holder(request: Request, who: _MemberOrAdmin) -> Context:
     """The context of a request by a caller that has projects: a member or an admin."""
     if who.role == Role.NODE:
         raise _wrong_role(who, Role.PROJECT_MEMBER, Role.PLATFORM_ADMIN)
+    await _take_place(request, who)
     return Context(request, who)
 
 

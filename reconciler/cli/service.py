@@ -6,6 +6,7 @@ The imports are deferred: the database, the web server and Ansible's runner take
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -77,6 +78,10 @@ def serve(
         operators = create_operator_app(settings, engine)
         # /readyz of this process answers for the whole site.
         app.state.needed = operators.state.needed = process.NEEDED
+        # The program's own objects stay. Looking through them at each collection, a request with
+        # very many small lists took seven times as long to read.
+        gc.collect()
+        gc.freeze()
         config = uvicorn.Config(
             app,
             access_log=False,

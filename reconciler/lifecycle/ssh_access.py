@@ -153,7 +153,8 @@ def _holder(conn: sa.Connection, allocation: Any, key: str) -> tuple[str, str]:
         if key not in {ssh_keys.bare(line) for line in allocation.ssh_keys}:
             raise _unknown()
         actor, source = str(allocation.requested_by), allocation
-        _, _, token_id = actor.partition("#")
+        # A person's name may have this character, too.
+        token_id = "" if _of_provider(actor) else actor.partition("#")[2]
         ends = allocation.created_at + PROVIDER_S if _of_provider(actor) else None
     else:
         actor, token_id, ends = record.registered_by, record.token_id or "", record.expires_at

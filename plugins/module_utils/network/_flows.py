@@ -338,8 +338,10 @@ def remove(bridge: str, cookie: str) -> None:
         forget_connections(port)
         _packet_limit.remove(bridge, port)
     # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
-    for table in sorted({flow.table for flow in flows}):
-        ofctl("del-flows", bridge, f"table={table},cookie={cookie}/-1")
+    tables = sorted({flow.table for flow in flows})
+    lines = "".join(f"delete table={table},cookie={cookie}/-1\n" for table in tables)
+    if lines:
+        ofctl("--bundle", "add-flows", bridge, "-", stdin=lines)
 
 
 def _ports_of(flows: Iterable[Flow]) -> set[int]:

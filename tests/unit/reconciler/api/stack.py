@@ -21,7 +21,7 @@ from sqlalchemy import Engine
 
 from reconciler.api.app import PREFIX, create_app
 from reconciler.api.catalog import AnswerCache
-from reconciler.api.security import Rates
+from reconciler.api.security import Places, Rates
 from reconciler.db import journal, settings
 from reconciler.db.engine import open_engine, transaction
 from reconciler.db.migrations import migrate
@@ -106,6 +106,7 @@ class Stack:
         app = _application()
         if app.state.engine is not self.engine:
             app.state.rates, app.state.availability = Rates(), AnswerCache()
+            app.state.places = Places()
         app.state.settings, app.state.engine = self.settings, self.engine
         return client(app, _judge(), base_url=f"http://test{base}", headers=headers, **options)
 

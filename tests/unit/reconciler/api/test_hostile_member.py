@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
+import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 
-from reconciler.api import security
+from reconciler.api import admission, security
+from reconciler.api.app import create_app
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import settings
 from reconciler.lifecycle import ingress, placement, quota, recovery_policy, slices, ssh_access
-from reconciler.model import client_limits
+from reconciler.lifecycle import launch as launching
+from reconciler.model import client_limits, cloud_config
+from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import leasing, projects, queue
+from reconciler.records import leasing, projects, queue, tokens
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.loops import play_recovery_cases, recover_blocked
 from tests.unit.reconciler import wipes
 from tests.unit.reconciler.api.conformity import operations, roles
 from tests.unit.reconciler.api.refusals import kept, refused
-from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack, listening
 from tests.unit.reconciler.api.test_baremetal import BODY as MACHINE
 from tests.unit.reconciler.api.test_baremetal import launch as launch_machine
 from tests.unit.reconciler.api.test_baremetal import metal
@@ -33,6 +40,7 @@ from tests.unit.reconciler.api.test_ingress import ADDRESS, OTHER, body, with_ad
 from tests.unit.reconciler.api.test_jobs import enqueue, with_model
 from tests.unit.reconciler.api.test_launches import BODY, activate, launch
 from tests.unit.reconciler.api.test_security import app_instance
+from tests.unit.reconciler.service.service import until
 
 __all__ = ["metal"]
 pytestmark = pytest.mark.covers("CTRL-10", "CTRL-11", "P4")
@@ -199,6 +207,116 @@ def test_a_member_who_floods_the_service_stops_nobody_else(
     assert [client.get(path).status_code for _ in range(2)] == [200, 429]
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_persons_name_is_not_taken_for_a_token(selling: Stack, *, chosen: bool) -> None:
+    """Names of guests in Azure AD have the character that comes before a token's id elsewhere."""
+    with reading(selling.engine) as conn:
+        victim = tokens.authenticate(conn, selling.secrets[VICTIM])
+    assert victim is not None
+    name = f"mallory#{victim.id}" if chosen else "guest_example.com#EXT#@tenant.onmicrosoft.com"
+    person = security.Caller("p1", f"oidc:{name}", "project_member", frozenset(), False, "p1")
+    act = Act(person.actor, role=person.role, owner=person.owner)
+    with transaction(selling.engine) as conn:
+        wanted = {"username": "u", "hostname": "h", "image": "ubuntu", "ssh_keys": [OWN_KEY]}
+        mine = launching.allocate(
+            conn, launching.Launch(project_id="demo", gpu_count=1, **wanted), act
+        ).id
+    activate(selling, mine)
+    with reading(selling.engine) as conn:
+        assert ssh_access.authorise(conn, mine, OWN_KEY.rsplit(" ", 1)[0]).owner == "p1"
+
+
+def test_requests_of_a_member_that_take_long_stop_nobody_else(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has forty threads for requests; a document of cloud-config takes long to read."""
+    over = threading.Event()
+
+    def slow(_text: str) -> dict[str, Any]:
+        assert over.wait(60)
+        return {}
+
+    monkeypatch.setattr(cloud_config, "parse", slow)
+    app = create_app(selling.settings, selling.engine)
+    theirs, own = ({"Authorization": f"Bearer {selling.secrets[w]}"} for w in (ATTACKER, VICTIM))
+    wish = {**BODY, "ssh_keys": [OWN_KEY], "gpu_count": 9}
+
+    def post(number: int) -> int:
+        keyed = {**theirs, "Idempotency-Key": f"slow-{number}"}
+        path = "/api/v1/projects/other/allocations"
+        return httpx.post(f"{url}{path}", json=wish, headers=keyed, timeout=60).status_code
+
+    with listening(app) as url, ThreadPoolExecutor(50) as pool:
+        answers = [pool.submit(post, number) for number in range(50)]
+        until(lambda: app.state.places._places)
+        (waiting,) = app.state.places._places.values()
+        until(waiting[0].locked)
+        path = "/api/v1/projects/demo/allocations"
+        try:
+            for _ in range(3):
+                assert httpx.get(f"{url}{path}", headers=own, timeout=30).status_code == 200
+        finally:
+            over.set()
+        assert {answer.result() for answer in answers} == {409}
+    assert app.state.places._places == {}
+
+
+def test_documents_that_take_long_to_read_are_counted(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = rate(monkeypatch, READING_PER_S=0.5, READING_BURST=2.0)
+    spent = iter((0.0, 3.0, 10.0, 10.1, 11.0, 11.1))
+    monkeypatch.setattr(security, "time", SimpleNamespace(thread_time=lambda: next(spent)))
+    assert grab(selling, gpu_count=9).json()["code"] == "no_capacity"
+    answer = refused(selling, lambda: grab(selling, gpu_count=9))
+    assert (answer["status"], answer["code"]) == (429, "rate_exceeded")
+    assert launch(selling).status_code == 201
+    clock.now += answer["retry_after_s"]
+    assert grab(selling, gpu_count=9).json()["code"] == "no_capacity"
+
+
+def test_large_bodies_are_counted_by_their_bytes(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = rate(monkeypatch)
+    large = {"jobs": [{"model": "m", "input": {"text": "x" * (1 << 19)}}]}
+    path = "projects/other/jobs/batch"
+    codes = [attack(selling, "POST", path, json=large).status_code for _ in range(33)]
+    assert codes[0] != 429 and codes[-1] == 429
+    own = selling.client(VICTIM).post("projects/demo/jobs/batch", json=large)
+    assert own.status_code != 429
+    clock.now += 1
+    assert attack(selling, "POST", path, json=large).status_code == codes[0]
+
+
+def test_a_large_body_of_a_stranger_is_not_read(selling: Stack) -> None:
+    """Reading is the work of the loop that serves everybody."""
+    app = create_app(selling.settings, selling.engine)
+
+    def answer(secret: str, size: int) -> int:
+        said: list[Any] = []
+
+        async def receive() -> Any:
+            assert secret, "the body was asked for"
+            return {"type": "http.request", "body": b" " * size}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        headers = {"content-length": f"{size}", "content-type": "application/json"}
+        headers |= {"authorization": f"Bearer {secret}"} if secret else {}
+        scope = {
+            "type": "http", "method": "POST", "path": "/api/v1/projects/demo/allocations",
+            "query_string": b"", "http_version": "1.1", "scheme": "http", "client": ("t", 1),
+            "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
+        }  # fmt: skip
+        asyncio.run(app(scope, receive, send))
+        return int(said[0]["status"])
+
+    assert answer("", admission.UNKNOWN_LIMIT + 1) == 401
+    assert answer(selling.secrets[VICTIM], admission.UNKNOWN_LIMIT + 1) == 422
+
+
 def test_a_member_who_changes_things_without_end_does_not_fill_the_records(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,12 +438,22 @@ def test_launches_that_do_not_fit_are_explained_one_at_a_time(
             meanwhile.append(launch(selling, gpu_count=9))
         return explain(*given, **options)
 
+    begun: list[Any] = []
+    allocate = launching.allocate
+
+    def counted(*given: Any) -> Any:
+        begun.append(given)
+        return allocate(*given)
+
+    monkeypatch.setattr(launching, "allocate", counted)
     monkeypatch.setattr(placement, "refusal", refusal)
     first = refused(selling, lambda: grab(selling, gpu_count=9))
     own, others = (answer.json() for answer in meanwhile)
     assert {answer["code"] for answer in (first, own, others)} == {"no_capacity"}
     assert ["explanation" in answer for answer in (first, own, others)] == [True, False, True]
     assert len(calls) == 2
+    # A launch's transaction keeps others from writing.
+    assert len(begun) == 3
     assert "explanation" in grab(selling, gpu_count=9).json()
 
 

@@ -74,8 +74,10 @@ def test_countless_wrong_parts_are_not_named(new: Stack) -> None:
     """A megabyte of them took seconds of a processor, for callers without a token too."""
     few, many = ({f"f{number}": 0 for number in range(count)} for count in (16, 17_000))
     job = {"model": "m", "input": {}}
+    # A stranger's larger body is not read.
+    stranger = {f"f{number}": 0 for number in range(5_017)}
     for who, path, body in (
-        ("", "nodes/lab-host/enrol", many),
+        ("", "nodes/lab-host/enrol", stranger),
         ("member", "projects/demo/jobs", many),
         ("member", "projects/demo/jobs/batch", {"jobs": [job | many] * 2}),
         ("member", "projects/demo/app-instances", {"worker_allocation_ids": [1] * 17_000}),

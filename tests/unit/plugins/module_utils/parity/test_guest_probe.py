@@ -143,7 +143,8 @@ def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     assert host.calls[:8] == build
     remove = host.calls[8:]
     assert remove[:2] == [DELETE, LOADED]
-    assert {call[2] for call in remove[2:]} == {"del-flows", "dpctl/flush-conntrack", "del-meter"}
+    forget = [call[2] for call in remove[2:]]
+    assert forget == ["dpctl/flush-conntrack", "del-meter", "--bundle"], "in one transaction"
     assert host.switch.meters == {}
     # It had a guest's guard, and may reach its targets, before it had an address.
     guard = _guards.probe_guard(NETWORK)
