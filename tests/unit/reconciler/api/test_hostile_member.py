@@ -24,7 +24,7 @@ from reconciler.lifecycle import launch as launching
 from reconciler.model import client_limits, cloud_config
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import TaskKind, TaskState
+from reconciler.model.states import Role, TaskKind, TaskState
 from reconciler.records import leasing, projects, queue, tokens
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
@@ -214,7 +214,7 @@ def test_a_persons_name_is_not_taken_for_a_token(selling: Stack, *, chosen: bool
         victim = tokens.authenticate(conn, selling.secrets[VICTIM])
     assert victim is not None
     name = f"mallory#{victim.id}" if chosen else "guest_example.com#EXT#@tenant.onmicrosoft.com"
-    person = security.Caller("p1", f"oidc:{name}", "project_member", frozenset(), False, "p1")
+    person = security.Caller("p1", f"oidc:{name}", Role.PROJECT_MEMBER, frozenset(), False, "p1")
     act = Act(person.actor, role=person.role, owner=person.owner)
     with transaction(selling.engine) as conn:
         wanted = {"username": "u", "hostname": "h", "image": "ubuntu", "ssh_keys": [OWN_KEY]}

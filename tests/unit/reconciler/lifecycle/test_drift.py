@@ -516,6 +516,30 @@ def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, act
         assert (audited.subject_id, audited.project_id) == (active, row.project_id)
 
 
+def test_a_slice_whose_start_was_lost_is_recorded_as_running(
+    compare: Compared, active: str
+) -> None:
+    """Otherwise its guest's own power-off would never count, and its host's next proof undo it."""
+    error = {"code": "host_unreachable", "expected": "a", "found": "b", "remedy": "c"}
+    holdings, boot_id = nothing(), compare.identity()["boot_id"]
+    tenant(holdings, active, compare.bundles())
+    with transaction(compare.engine) as conn:
+        power.request(conn, active, PowerAction.RESTART, ADMIN)
+        task = compare.site.finish(conn, TaskKind.SLICE_VM_POWER, TaskState.FAILED)
+        task_failures.record(conn, task, task_failures.Failure("", error, {}, known=False))
+        assert allocations.get(conn, active).started_boot_id == ""
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        row = allocations.get(conn, active)
+        assert (row.stopped, row.error, row.started_boot_id) == (False, {}, boot_id)
+    off(holdings)
+    holdings["domains"]["found"][0]["off_by_guest"] = True
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        assert allocations.get(conn, active).stopped
+        assert power.start_after_boot(conn, "n1", ADMIN) == []
+
+
 @pytest.mark.covers("I16")
 def test_a_host_without_slices_is_proven_until_it_passes_after_a_boot(compare: Compared) -> None:
     """Its services may still have been starting. Later failures are an operator's to look at."""
@@ -530,6 +554,23 @@ def test_a_host_without_slices_is_proven_until_it_passes_after_a_boot(compare: C
         compare(nothing(), boot_id="another")
         with transaction(compare.engine) as conn:
             assert sorted(task.kind for task in queue.open_of_node(conn, "n1")) == again
+
+
+@pytest.mark.covers("I16")
+def test_a_host_that_passed_without_a_discovery_of_its_boot_is_discovered(
+    compare: Compared,
+) -> None:
+    """Its slots are not sold before that, and nothing else would ask for it."""
+    compare(nothing(), boot_id="another")
+    with transaction(compare.engine) as conn:
+        conn.execute(sa.delete(tables.tasks))
+        host.record_parity(
+            conn, "n1", compare.site.parity(0) | {"identity": compare.identity("another")}, ADMIN
+        )
+    for _ in range(2):
+        compare(nothing(), boot_id="another")
+        with transaction(compare.engine) as conn:
+            assert sorted(task.kind for task in queue.open_of_node(conn, "n1")) == PROOF
 
 
 def test_a_host_of_another_boot_at_each_start_is_asked_later_each_time(
@@ -570,13 +611,14 @@ def test_a_host_of_another_boot_at_each_start_is_asked_later_each_time(
 def test_a_host_comes_back_from_maintenance_whose_proof_was_lost(
     compare: Compared, used: bool
 ) -> None:
-    """Its restart failed before it began, so the host was proven under its boot long ago."""
+    """Its restart failed after the stop of its guests, so it was proven under its boot long ago."""
     sold, holdings = compare.site, nothing()
     with transaction(compare.engine) as conn:
         keys = [sold.active(conn, 2)] if used else []
         for key in keys:
             power.succeeded(conn, key, boot_id=compare.identity()["boot_id"])
             tenant(holdings, key, compare.bundles())
+            off(holdings)
         maintenance.request_reboot(conn, "n1", ADMIN, allocations=keys)
         (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.NODE_REBOOT])
         maintenance.began(conn, task)

@@ -94,8 +94,7 @@ def test_a_launch_on_a_host_that_answers_probes_only_ends(
     while True:
         attend()
         with transaction(sold.engine) as conn:
-            for name in ("tasks", "allocations", "claims", "slots", "nodes"):
-                table = tables.metadata.tables[name]
+            for table in (tables.tasks, tables.allocations, tables.claims, tables.slots):
                 due = sa.update(table).where(table.c.deadline_at.is_not(None))
                 conn.execute(due.values(deadline_at=table.c.deadline_at - 600))
             host.record_answer(conn, "n1", ADMIN)
