@@ -205,9 +205,13 @@ def start_after_boot(
             powered_off(conn, [allocation.id], act.because("the profile starts no slice again"))
             continue
         why = act.because("the host was restarted", {"boot_id": node.boot_id})
-        if not _start_queued(conn, allocation, node, why):
-            _queue(conn, allocation, node, PowerAction.START, why)
-            started.append(allocation.id)
+        earlier = _end_earlier(conn, allocation, node, why)
+        if earlier is None:
+            continue
+        # Withdrawn, a start leaves the slice as it was before the first of them.
+        stopped = any(task.parameters.get("was_stopped") for task in earlier)
+        _queue(conn, allocation, node, PowerAction.START, why, was_stopped=stopped)
+        started.append(allocation.id)
     return started
 
 
@@ -242,23 +246,28 @@ def _to_start(conn: sa.Connection, node: Node, *, lock: bool = False) -> list[Al
     return rows.every(conn, query.with_for_update(key_share=True) if lock else query, Allocation)
 
 
-def _start_queued(conn: sa.Connection, allocation: Allocation, node: Node, act: Act) -> bool:
-    """Whether an open task starts the slice under this boot. Those of an earlier boot, which the
-    host would refuse, are canceled.
+def _end_earlier(
+    conn: sa.Connection, allocation: Allocation, node: Node, act: Act
+) -> list[Task] | None:
+    """Cancel open tasks of power of an earlier boot, which the host would refuse, and return them.
+    None if an open task starts the slice under this boot.
     """
-    queued = False
-    for task in queue.open_of_allocation(conn, allocation.id):
-        if task.kind != TaskKind.SLICE_VM_POWER:
-            continue
-        if task.parameters["boot_id"] == node.boot_id:
-            queued = True
-        else:
-            queue.cancel(conn, task.id, act)
-    return queued
+    is_open = queue.open_of_allocation(conn, allocation.id)
+    mine = [task for task in is_open if task.kind == TaskKind.SLICE_VM_POWER]
+    earlier = [task for task in mine if task.parameters["boot_id"] != node.boot_id]
+    for task in earlier:
+        queue.cancel(conn, task.id, act)
+    return earlier if len(earlier) == len(mine) else None
 
 
 def _queue(
-    conn: sa.Connection, allocation: Allocation, node: Node, action: PowerAction, act: Act
+    conn: sa.Connection,
+    allocation: Allocation,
+    node: Node,
+    action: PowerAction,
+    act: Act,
+    *,
+    was_stopped: bool = False,
 ) -> None:
     stopped = action == PowerAction.STOP
     _set(conn, allocation, power_action=action.value, stopped=stopped, error={})
@@ -270,7 +279,7 @@ def _queue(
         "action": action.value,
         "boot_id": node.boot_id,
         "power_fence": fence,
-        "was_stopped": allocation.stopped,
+        "was_stopped": allocation.stopped or was_stopped,
     }
     queue.add(conn, run_on_slots(allocation, TaskKind.SLICE_VM_POWER, held, **wanted), act)
 

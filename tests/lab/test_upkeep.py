@@ -21,6 +21,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from lab.demo import pictures, slice_steps
+from lab.demo.pair_steps import BOOT_ID
 from lab.demo.stage import NODE, Stage
 from tests.lab import scenario
 from tests.lab.byhand import hanging_guardian, parity, reboot, token
@@ -30,6 +31,8 @@ from tests.lab.proof import differences, prove_again
 # Both sides of the guest's SSH are emulated twice. In seconds; a page's limits are milliseconds.
 CLIENT_S, PAGE_MS = 600, 300_000
 CUT_S = 3.0
+# Guests that their host has asked to power off.
+SHUTDOWNS = "/run/gpuaas/shutdowns"
 
 
 @pytest.mark.covers("I14", "I15", "I17", "SLICE-8")
@@ -56,15 +59,22 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
     latest = stage.api().get(stage.path("/drift"))["task"]["result"]
     assert f"limit_port {port}" in {row["step"] for row in latest["repairs"]}, latest
     # From outside this looks like a guest that has powered itself off.
-    stage.on_host("virsh", "destroy", f"gpuaas-slice-{allocation['id'].replace('-', '')}")
+    domain = f"gpuaas-slice-{allocation['id'].replace('-', '')}"
+    stage.on_host("virsh", "destroy", domain)
     assert differences(stage) == {"guest_stopped"}
     slot = slice_steps.slot_of(stage, allocation)
     assert (slot["status"], slot["health_state"]) == ("active", "degraded")
     assert stage.api().get(f"/admin/allocations/{allocation['id']}")["state"] == "active"
-    # Off as its project wants it, and on again with what it had.
+    _power(stage, "start")
+    before = slice_steps.in_guest(stage, BOOT_ID)
+    _power(stage, "reset")
+    assert slice_steps.in_guest(stage, BOOT_ID) != before
+    # Off as its project wants it, which is not the guest's own doing, and on again with what it had.
     _power(stage, "stop")
+    assert stage.on_host("ls", SHUTDOWNS).split() == [domain]
     assert differences(stage) == set()
     _power(stage, "start")
+    assert stage.on_host("ls", SHUTDOWNS) == ""
     assert differences(stage) == set()
     assert slice_steps.in_guest(stage, "id -un").strip() == slice_steps.USER
     story.done["slice"] = allocation

@@ -292,15 +292,20 @@ def test_a_failed_action_leaves_the_record_as_the_machine_is(
         assert power.start_after_boot(conn, "n1", ADMIN) == ([key] if owed else [])
 
 
+@pytest.mark.parametrize("booted", [False, True])
 @pytest.mark.parametrize("action", [*PowerAction])
 def test_an_action_that_was_withdrawn_leaves_a_stopped_slice_stopped(
-    sold: Site, key: str, action: PowerAction
+    sold: Site, key: str, action: PowerAction, *, booted: bool
 ) -> None:
+    """Also the start that a boot of its host has put in its place."""
     with transaction(sold.engine) as conn:
         power.request(conn, key, PowerAction.STOP, ADMIN)
         sold.finish(conn, POWER)
         power.succeeded(conn, key, boot_id="")
         power.request(conn, key, action, ADMIN)
+        if booted:
+            prove(conn, sold, reboot(conn, sold))
+            power.start_after_boot(conn, "n1", ADMIN)
         (task,) = queue.open_of_allocation(conn, key)
         task_failures.cancel(conn, task.id, ADMIN)
         assert allocations.get(conn, key).stopped
