@@ -255,21 +255,21 @@ def expire(workers: Workers, pid: int, end: Callable[[], None]) -> None:
 def test_a_full_disk_delays_outcomes_and_repeats_no_call(
     database: Database, template: Path, tmp_path: Path
 ) -> None:
-    workers = Workers(Queue(database.restore(template)), tmp_path)
-    workers.submit(20, seconds=0.01)
-    workers.submit(80, seconds=0.01, until=str(workers.go))
-    worker = workers.start()
-    until(lambda: len(workers.ran()) > 20)
-    limit_files([worker], 1)
-    workers.go.touch()
-    stuck = -1
-    while stuck != (stuck := workers.queue.open()):
-        time.sleep(0.5)
-    assert stuck > 0
-    limit_files([worker], None)
-    until(lambda: not workers.queue.open())
-    with reading(workers.queue.engine) as conn:
-        ended = conn.execute(sa.select(table)).all()
-    assert {(job.status, job.attempts, job.lost) for job in ended} == {("done", 1, 0)}
-    assert sorted(workers.ran()) == sorted([*range(20), *range(80)])
-    workers.close()
+    with closing(Workers(Queue(database.restore(template)), tmp_path)) as workers:
+        workers.submit(20, seconds=0.01)
+        workers.submit(80, seconds=0.01, until=str(workers.go))
+        worker = workers.start()
+        until(lambda: len(workers.ran()) > 20)
+        limit_files([worker], 1)
+        workers.go.touch()
+        stuck = -1
+        while stuck != (stuck := workers.queue.open()):
+            time.sleep(0.5)
+        assert stuck > 0
+        limit_files([worker], None)
+        until(lambda: not workers.queue.open())
+        with reading(workers.queue.engine) as conn:
+            ended = conn.execute(sa.select(table)).all()
+        shown = workers.log.read_text()[-3000:]
+        assert {(job.status, job.attempts, job.lost) for job in ended} == {("done", 1, 0)}, shown
+        assert sorted(workers.ran()) == sorted([*range(20), *range(80)])
