@@ -69,7 +69,7 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
     before = slice_steps.in_guest(stage, BOOT_ID)
     _power(stage, "reset")
     assert slice_steps.in_guest(stage, BOOT_ID) != before
-    # Off as its project wants it, which is not the guest's own doing, and on again with what it had.
+    # Off as its project wants it, not by its guest's own doing, and on again with what it had.
     _power(stage, "stop")
     assert stage.on_host("ls", SHUTDOWNS).split() == [domain]
     assert differences(stage) == set()
