@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reconciler.api import problems
-from reconciler.api.security import PLACE, SESSION, Places, authenticate, bearer, unauthenticated
+from reconciler.api.security import PLACE, SESSION, authenticate, bearer, unauthenticated
 from reconciler.db.engine import asking
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
@@ -29,10 +29,14 @@ _BYTES_PER_S, _BYTES_BURST = 2 << 20, 16 << 20
 
 
 class Admission:
-    """ASGI middleware: limits of a body's size, and the sender's place (`security.Places`)."""
+    """ASGI middleware: limits of a body's size, and the sender's place (`security.Places`).
 
-    def __init__(self, app: ASGIApp) -> None:
+    prefix: of the routes that read a body before they know its sender. The console knows it first.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
+        self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,7 +51,7 @@ class Admission:
 
         request = Request(scope)
         try:
-            await _admit(request)
+            await self._admit(request)
         except Problem as refused:
             await problems.respond(request, refused)(scope, receive, answer)
             return
@@ -56,28 +60,28 @@ class Admission:
         finally:
             _leave(scope)
 
-
-async def _admit(request: Request) -> None:
-    """Problem for a body that is too large, or whose sender is unknown or sends too much."""
-    headers = Headers(scope=request.scope)
-    length = headers.get("content-length", "")
-    size = int(length) if length.isdigit() else 0
-    # A chunked body states no length, so it is refused; no supported client sends one.
-    if "transfer-encoding" in headers or size > BODY_LIMIT:
-        raise _TOO_LARGE
-    # The console reads its forms itself, and asks the API under its session.
-    if size <= UNKNOWN_LIMIT or SESSION in request.scope:
-        return
-    sender = await run_in_threadpool(_sender, request)
-    if sender is None:
-        raise unauthenticated()
-    key, holders = f"bodies of {sender[0]}", sender[1]
-    if not holders:
-        return
-    request.app.state.rates.take_bytes(key, size, _BYTES_PER_S * holders, _BYTES_BURST * holders)
-    places: Places = request.app.state.places
-    # Its later place (`security.member`) is this one.
-    request.scope[PLACE] = await places.take(key, holders)
+    async def _admit(self, request: Request) -> None:
+        """Problem for a body that is too large, or whose sender is unknown or sends too much."""
+        headers = Headers(scope=request.scope)
+        length = headers.get("content-length", "")
+        size = int(length) if length.isdigit() else 0
+        # A chunked body states no length, so it is refused; no supported client sends one.
+        if "transfer-encoding" in headers or size > BODY_LIMIT:
+            raise _TOO_LARGE
+        # The console asks the API under its session.
+        known = SESSION in request.scope or not request.scope["path"].startswith(self._prefix)
+        if known or size <= UNKNOWN_LIMIT:
+            return
+        sender = await run_in_threadpool(_sender, request)
+        if sender is None:
+            raise unauthenticated()
+        key, holders = f"bodies of {sender[0]}", sender[1]
+        if not holders:
+            return
+        rates, places = request.app.state.rates, request.app.state.places
+        rates.take_bytes(key, size, _BYTES_PER_S * holders, _BYTES_BURST * holders)
+        # Its later place (`security.member`) is this one.
+        request.scope[PLACE] = await places.take(key, holders)
 
 
 def _sender(request: Request) -> tuple[str, int] | None:

@@ -6,9 +6,11 @@ import asyncio
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Annotated, Any, Self
 
 from fastapi import Depends, Request, Security
@@ -323,34 +325,59 @@ class Rates(Buckets):
 
 class Places:
     """Requests of each caller that are worked on at once, so that a slow one costs its caller and
-    no other. Of the event loop only.
+    no other.
     """
 
     def __init__(self) -> None:
-        # With how many requests have a place or wait for one.
-        self._places: dict[str, tuple[asyncio.Semaphore, int]] = {}
+        self._lock = threading.Lock()
+        self._taken: dict[str, int] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def take(self, key: str, most: int) -> Callable[[], None]:
         """Wait for a place; returns the function by which the request leaves it."""
-        semaphore, users = self._places.get(key) or (asyncio.Semaphore(most), 0)
-        self._places[key] = (semaphore, users + 1)
-        try:
-            await semaphore.acquire()
-        except BaseException:
-            self._forget(key)
-            raise
+        with self._lock:
+            free = self._taken.get(key, 0) < most
+            if free:
+                self._taken[key] = self._taken.get(key, 0) + 1
+            else:
+                turn = asyncio.get_running_loop().create_future()
+                self._waiting.setdefault(key, deque()).append(turn)
+        if not free:
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._give_up(key, turn)
+                raise
+        return partial(self._leave, key)
 
-        def leave() -> None:
-            semaphore.release()
-            self._forget(key)
+    def _leave(self, key: str) -> None:
+        """Give the place to the request that waits longest."""
+        with self._lock:
+            waiting = self._waiting.get(key)
+            while waiting:
+                turn = waiting.popleft()
+                # Of a loop that has ended nobody waits.
+                with suppress(RuntimeError):
+                    turn.get_loop().call_soon_threadsafe(_begin, turn)
+                    return
+            self._waiting.pop(key, None)
+            self._taken[key] -= 1
+            if not self._taken[key]:
+                del self._taken[key]
 
-        return leave
+    def _give_up(self, key: str, turn: asyncio.Future[None]) -> None:
+        with self._lock:
+            waiting = self._waiting.get(key, deque())
+            given = turn not in waiting
+            if not given:
+                waiting.remove(turn)
+        if given:
+            self._leave(key)
 
-    def _forget(self, key: str) -> None:
-        semaphore, users = self._places[key]
-        self._places[key] = (semaphore, users - 1)
-        if users == 1:
-            del self._places[key]
+
+def _begin(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
 
 
 async def _take_place(request: Request, who: Caller) -> None:

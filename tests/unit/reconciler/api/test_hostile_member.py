@@ -248,9 +248,7 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
 
     with listening(app) as url, ThreadPoolExecutor(50) as pool:
         answers = [pool.submit(post, number) for number in range(50)]
-        until(lambda: app.state.places._places)
-        (waiting,) = app.state.places._places.values()
-        until(waiting[0].locked)
+        until(lambda: app.state.places._waiting)
         path = "/api/v1/projects/demo/allocations"
         try:
             for _ in range(3):
@@ -258,7 +256,25 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
         finally:
             over.set()
         assert {answer.result() for answer in answers} == {409}
-    assert app.state.places._places == {}
+    assert app.state.places._taken == app.state.places._waiting == {}
+
+
+def test_a_request_that_is_canceled_gives_its_place_to_the_next() -> None:
+    async def play() -> None:
+        places = security.Places()
+        leave = await places.take("a", 1)
+        first, second, third = (asyncio.create_task(places.take("a", 1)) for _ in range(3))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        leave()
+        # It has its turn, and is canceled before it knows.
+        second.cancel()
+        (await third)()
+        assert places._taken == places._waiting == {}
+        (await places.take("a", 1))()
+
+    asyncio.run(play())
 
 
 def test_documents_that_take_long_to_read_are_counted(
