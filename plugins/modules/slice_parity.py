@@ -97,7 +97,6 @@ parity:
 """
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -118,14 +117,12 @@ def look(params: Mapping[str, Any]) -> dict[str, Any]:
         maas_tags=params["maas_tags"],
     )
     facts = _host_facts.Facts(request)
-    with ThreadPoolExecutor(1) as beside:
-        beside.submit(facts.read_ahead)
-        outcomes = _check.evaluate(
-            _slice_parity.CHECKS,
-            facts,
-            intent=request.intent,
-            not_applicable=request.profile.get("not_applicable", []),
-        )
+    outcomes = _check.evaluate(
+        _slice_parity.CHECKS,
+        facts,
+        intent=request.intent,
+        not_applicable=request.profile.get("not_applicable", []),
+    )
     header = {"schema": 1, "intent": request.intent, "profile": str(request.profile["name"])}
     when = {"collected_at": _host.now(), "identity": _host.identity()}
     report = {**_check.report(outcomes), "dead_gpus": facts.dead_gpus}

@@ -104,14 +104,6 @@ class Facts:
     def disks(self) -> list[_block.Disk]:
         return _block.disks()
 
-    def read_ahead(self) -> None:
-        """Read the disks, while checks before theirs wait for programs. What fails here fails again
-        where it is needed.
-        """
-        with contextlib.suppress(Exception):
-            if self.request.intent == "slice":
-                _ = self._usages
-
     def usage(self, disk: _block.Disk) -> _block.Usage:
         """The use of one of `disks`. Raises a Refusal for this disk if it cannot be read."""
         return self._usages.get(disk.kernel_name) or _block.usage(disk)
