@@ -6,15 +6,26 @@ requests (`security.Rates`), and say nothing of what one of them costs.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reconciler.api import problems
-from reconciler.api.security import PLACE, SESSION, authenticate, bearer, unauthenticated
+from reconciler.api.security import (
+    PLACE,
+    PLACES,
+    SESSION,
+    UNKNOWN_LIMIT,
+    authenticate,
+    bearer,
+    unauthenticated,
+)
 from reconciler.db.engine import asking
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
@@ -22,21 +33,21 @@ from reconciler.pools import remote
 
 # No request of this API is larger. Without a limit an unauthenticated sender could fill the memory.
 BODY_LIMIT = 1 << 20
-# A body is read before its sender is known. Reading a small one takes a few milliseconds at most.
-UNKNOWN_LIMIT = 1 << 16
-# Bytes of large bodies of each caller, sustained and at once. To read a MiB takes up to 0.2 s.
-_BYTES_PER_S, _BYTES_BURST = 2 << 20, 16 << 20
+# A larger body holds a place while it is read, so its sender must not take for ever.
+BODY_S = 60.0
+# The console reads its forms itself, and asks the API under its session.
+_CONSOLE = "/console/"
 
 
 class Admission:
     """ASGI middleware: limits of a body's size, and the sender's place (`security.Places`).
 
-    prefix: of the routes that read a body before they know its sender. The console knows it first.
+    strangers: whether others than local operators can send requests.
     """
 
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
+    def __init__(self, app: ASGIApp, *, strangers: bool = True) -> None:
         self._app = app
-        self._prefix = prefix
+        self._strangers = strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,11 +63,11 @@ class Admission:
         request = Request(scope)
         try:
             await self._admit(request)
-        except Problem as refused:
-            await problems.respond(request, refused)(scope, receive, answer)
+        except (Problem, SQLAlchemyError) as refused:
+            await problems.respond(request, problems.of(refused))(scope, receive, answer)
             return
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, _timely(receive) if PLACE in scope else receive, answer)
         finally:
             _leave(scope)
 
@@ -68,31 +79,47 @@ class Admission:
         # A chunked body states no length, so it is refused; no supported client sends one.
         if "transfer-encoding" in headers or size > BODY_LIMIT:
             raise _TOO_LARGE
-        # The console asks the API under its session.
-        known = SESSION in request.scope or not request.scope["path"].startswith(self._prefix)
-        if known or size <= UNKNOWN_LIMIT:
+        known = SESSION in request.scope or request.scope["path"].startswith(_CONSOLE)
+        if known or size <= UNKNOWN_LIMIT or not self._strangers:
             return
         sender = await run_in_threadpool(_sender, request)
         if sender is None:
             raise unauthenticated()
-        key, holders = f"bodies of {sender[0]}", sender[1]
-        if not holders:
-            return
-        rates, places = request.app.state.rates, request.app.state.places
-        rates.take_bytes(key, size, _BYTES_PER_S * holders, _BYTES_BURST * holders)
-        # Its later place (`security.member`) is this one.
-        request.scope[PLACE] = await places.take(key, holders)
+        key, holders, places = sender
+        if holders:
+            request.app.state.rates.take_bytes(key, size, holders)
+            # Its later place (`security.member`) is this one.
+            request.scope[PLACE] = await request.app.state.places.take(key, places)
 
 
-def _sender(request: Request) -> tuple[str, int] | None:
-    """By whom the request is counted, and how many share the token: none for an admin, who is not
-    limited.
+def _sender(request: Request) -> tuple[str, int, int] | None:
+    """By whom the request is counted, how many share the token, and how many places they have. None
+    share that of an admin, who is not limited.
     """
     if caller := authenticate(request):
-        return caller.owner, int(caller.role != Role.PLATFORM_ADMIN)
+        return caller.owner, int(caller.role != Role.PLATFORM_ADMIN), PLACES
     with asking(request.app.state.engine) as conn:
         pool = remote.authenticate(conn, bearer(request))
-    return (f"pool:{pool.id}", pool.replicas) if pool else None
+    return (f"pool:{pool.id}", pool.replicas, pool.replicas) if pool else None
+
+
+def _timely(receive: Receive) -> Receive:
+    """As `receive`; a sender who takes too long for the body counts as gone."""
+    ends = time.monotonic() + BODY_S
+    complete = False
+
+    async def next_part() -> Message:
+        nonlocal complete
+        if complete:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), max(ends - time.monotonic(), 0.001))
+        except TimeoutError:
+            return {"type": "http.disconnect"}
+        complete = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+    return next_part
 
 
 def _leave(scope: Scope) -> None:

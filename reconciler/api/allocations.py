@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -37,7 +37,7 @@ from reconciler.api.models import (
     Text,
     Username,
 )
-from reconciler.api.security import Admin, Member
+from reconciler.api.security import Admin, Context, Member
 from reconciler.api.tasks import Task
 from reconciler.api.timeline import ProgressStep, StateStep
 from reconciler.db import journal, rows, schema
@@ -377,8 +377,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         present = "a whole machine is delivered with its present installation"
         problems.require_default(body, "user_data", present)
         problems.require_default(body, "terminal", present)
-    with context.request.app.state.rates.reading(context.caller.owner):
-        own = cloud_config.parse(body.user_data)
+    own = _cloud_config(context, body.user_data)
     # Before the transaction, because a name server may be slow.
     api = guest_pool.api_addresses(context.settings) if body.worker_pool else []
 
@@ -402,7 +401,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         return MemberAllocation.of_allocation(allocation, context.settings)
 
     reason = "launched by its project"
-    for _ in range(placement.TRIES):
+    for tries_left in reversed(range(placement.TRIES)):
         try:
             # The project's limits bound what is left.
             return context.write(
@@ -412,14 +411,24 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             # The reasons are those of every slot of the site, so a caller gets them one at a time.
             cache: AnswerCache = context.request.app.state.availability
             with cache.turn(context.caller.owner) as free:
-                if not free:
+                # Without an explanation a launch is tried once more: it may have lost a race.
+                if not free and tries_left < placement.TRIES - 1:
                     raise
-                refusal = context.read(partial(placement.refusal, want=no_room.want))
+                read = partial(placement.refusal, want=no_room.want)
+                refusal = context.read(read) if free else None
         except Problem as problem:
             raise _redact(problem, context.caller.role) from None
         if refusal is not None:
             raise _redact(refusal, context.caller.role)
     raise placement.contended()
+
+
+def _cloud_config(context: Context, text: str) -> dict[str, Any]:
+    """The tenant's own cloud-config. The reading of a member's is counted."""
+    if not text or context.caller.role == Role.PLATFORM_ADMIN:
+        return cloud_config.parse(text)
+    with context.request.app.state.rates.reading(context.caller.owner):
+        return cloud_config.parse(text)
 
 
 @router.get("", response_model=MemberAllocations)

@@ -214,7 +214,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.state.waits = worker.Waits()
     app.state.availability = catalog.AnswerCache()
     problems.install(app)
-    app.add_middleware(admission.Admission, prefix=f"{PREFIX}/")
+    app.add_middleware(admission.Admission)
     # Added last, it is the first.
     app.add_middleware(metrics.Correlation)
     api = APIRouter(prefix=PREFIX)

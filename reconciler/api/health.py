@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field
 from sqlalchemy import Connection, Engine
 
-from reconciler.api import jobs, metrics, pools, problems
+from reconciler.api import admission, jobs, metrics, pools, problems
 from reconciler.api.models import Answer, Moment, Reasoned
 from reconciler.api.security import Admin, Caller, caller
 from reconciler.db import leader, migrations
@@ -157,6 +157,7 @@ def create_operator_app(settings: Settings, engine: Engine) -> FastAPI:
     # by mistake.
     app.dependency_overrides[caller] = lambda: _LOCAL_OPERATOR
     problems.install(app)
+    app.add_middleware(admission.Admission, strangers=False)
     app.add_middleware(metrics.Correlation)
     app.include_router(router)
     app.include_router(operator_router)

@@ -170,20 +170,26 @@ def install(app: FastAPI) -> None:
         return respond(request, _http(request, error))
 
     @app.exception_handler(DBAPIError)
-    def handle_database_error(request: Request, error: DBAPIError) -> JSONResponse:
-        # The driver's text can quote the statement's values, so it only goes into the log.
-        log.error("database: %s", error.orig, exc_info=error)
-        return respond(request, _of_database(error))
-
     @app.exception_handler(exc.TimeoutError)
-    def handle_busy_database(request: Request, error: exc.TimeoutError) -> JSONResponse:
-        log.error("database: no connection was free in time: %s", error)
-        return respond(request, _DATABASE)
+    def handle_database_error(request: Request, error: exc.SQLAlchemyError) -> JSONResponse:
+        return respond(request, of(error))
 
     @app.exception_handler(Exception)
     def handle_internal_error(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return respond(request, _INTERNAL)
+
+
+def of(error: Problem | exc.SQLAlchemyError) -> Problem:
+    """The problem that a caller is told."""
+    if isinstance(error, Problem):
+        return error
+    if not isinstance(error, DBAPIError):
+        log.error("database: no connection was free in time: %s", error)
+        return _DATABASE
+    # The driver's text can quote the statement's values, so it only goes into the log.
+    log.error("database: %s", error.orig, exc_info=error)
+    return _of_database(error)
 
 
 _SEND_JSON = "send JSON with Content-Type: application/json"

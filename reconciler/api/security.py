@@ -68,6 +68,12 @@ _ACTOR: dict[str, str] = {
 PER_S, BURST = 100.0, 1000
 # Requests of a member that are worked on at once; others of it wait. A process has forty threads.
 PLACES = 8
+# The largest body that is read before its sender is known. It takes a few milliseconds.
+UNKNOWN_LIMIT = 1 << 14
+# Bytes of larger bodies of each caller, sustained and at once. A MiB can take 0.2 s to read.
+_BYTES_PER_S, _BYTES_BURST = 1 << 20, 16 << 20
+# How long one document may wait for another that is read.
+_TURN_S = 0.5
 # Seconds of a processor that a member's documents may take to read, for each second and at once.
 READING_PER_S, READING_BURST = 0.1, 10.0
 # Changes by a member, each of which leaves rows that are kept: in the audit log for ever, and under
@@ -279,12 +285,15 @@ class Rates(Buckets):
         )
         self.count(key, per_s)
 
-    def take_bytes(self, key: str, size: int, per_s: float, burst: float) -> None:
-        """Count the bytes of a body; Problem `rate_exceeded` for too many, as `take`."""
+    def take_bytes(self, sender: str, size: int, holders: int = 1) -> None:
+        """Count a body of more than `UNKNOWN_LIMIT`, as `take`."""
+        if size <= UNKNOWN_LIMIT:
+            return
+        key, per_s = f"bodies of {sender}", float(_BYTES_PER_S * holders)
         _require_paid(
-            self.wait_s(key, per_s, burst, size),
-            expected=f"at most {per_s / 2**20:.0f} MiB a second in bodies of more than 64 KiB",
-            found=f"more, after {burst / 2**20:.0f} MiB at once",
+            self.wait_s(key, per_s, _BYTES_BURST * holders, size),
+            expected="at most 1 MiB a second in bodies of more than 16 KiB",
+            found="more, after 16 MiB at once",
             remedy="send smaller bodies, or fewer",
         )
         self.count(key, per_s, size)
@@ -293,21 +302,25 @@ class Rates(Buckets):
     def reading(self, owner: str) -> Iterator[None]:
         """Count the processor time of a member's document; Problem `rate_exceeded` for too much.
 
-        One is read at a time: several would take the interpreter from all other requests.
+        One is read at a time: several would take the interpreter from all other requests, and those
+        that wait take their threads.
         """
-        key = f"reading of {owner}"
-        _require_paid(
-            self.wait_s(key, READING_PER_S, READING_BURST, 0),
-            expected="documents that are read in a moment",
-            found="many that take long",
-            remedy="send smaller documents, or fewer",
-        )
-        with self._reading:
+        key, turn = f"reading of {owner}", self._reading.acquire(timeout=_TURN_S)
+        try:
+            _require_paid(
+                self.wait_s(key, READING_PER_S, READING_BURST, 0) if turn else 1,
+                expected="documents that are read in a moment",
+                found="many, or one that takes long",
+                remedy="send smaller documents, or fewer",
+            )
             began = time.thread_time()
             try:
                 yield
             finally:
                 self.count(key, READING_PER_S, time.thread_time() - began)
+        finally:
+            if turn:
+                self._reading.release()
 
     def require_act(self, owner: str) -> None:
         """Problem `rate_exceeded` for a member who has changed too much."""

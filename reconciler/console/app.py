@@ -128,6 +128,9 @@ def _route(api: FastAPI, path: str, page: Page) -> Route:
         if path in OPERATORS and not visit.admin:
             raise HTTPException(404)
         if request.method == "POST":
+            if not visit.admin:
+                size = request.headers.get("content-length", "")
+                api.state.rates.take_bytes(visit.caller.owner, int(size) if size.isdigit() else 0)
             form = visit.form = await forms.read(request)
             try:
                 answer = await visit.send(form)

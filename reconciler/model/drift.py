@@ -185,10 +185,12 @@ def powered_off(holdings: Mapping[str, Any], records: Records) -> list[str]:
 def running(holdings: Mapping[str, Any], records: Records) -> list[str]:
     """Allocations whose machines run.
 
-    A start that its stop has overtaken may leave a paused machine, which does not run.
+    A start that its stop has overtaken may leave a paused machine, which does not run. A lost run
+    may have asked a guest to power off, which it does soon.
     """
     rows = _rows(holdings, "domains") if holdings["domains"]["known"] else []
-    on = {row["allocation_id"] for row in rows if row["state"] in _RUNNING}
+    running = (row for row in rows if row["state"] in _RUNNING and not row.get("stops"))
+    on = {row["allocation_id"] for row in running}
     return [
         allocation.id
         for allocation in records.allocations

@@ -132,22 +132,25 @@ class Telemetry:
         if isinstance(snapshot, str):
             self._compare(node.id, _SILENT, _ENDED)
             return f"not a snapshot: {snapshot}"
-        retrying(self._engine, partial(self._record, node_id=node.id, snapshot=snapshot))
+        record = partial(self._record, node_id=node.id, snapshot=snapshot)
+        if retrying(self._engine, record):
+            self._unasked.add(node.id)
+        else:
+            self._unasked.discard(node.id)
         self._compare(node.id, frozenset(snapshot.differs), _DIFFERS)
         if snapshot.problems:
             log.info("node %s measures without %s", node.id, ", ".join(snapshot.problems))
         return ""
 
-    def _record(self, conn: Connection, node_id: str, snapshot: Snapshot) -> None:
+    def _record(self, conn: Connection, node_id: str, snapshot: Snapshot) -> bool:
+        """Store the samples; whether a comparison is owed, because one under way may have looked at
+        the host before a slice went off.
+        """
         again = node_id in self._unasked
         off = slice_telemetry.switched_off(conn, node_id, snapshot, again=again)
         slice_telemetry.record(conn, node_id, snapshot)
         # The host may lose power before its next turn, and would start the slice again then.
-        if off and self._drift and not drift.queue_unasked(conn, node_id, _OFF):
-            # A comparison under way may have looked before.
-            self._unasked.add(node_id)
-        else:
-            self._unasked.discard(node_id)
+        return bool(off) and self._drift and not drift.queue_unasked(conn, node_id, _OFF)
 
     def _compare(self, node_id: str, differs: frozenset[str], act: Act) -> None:
         """Have the host compared and repaired when something differs that did not before."""

@@ -63,9 +63,10 @@ STUCK_S = 60.0
 # Validity of the SSH identity that probes silent hosts.
 PROBE_S = 300
 NOT_BEGUN = (Phase.ABSENT, Phase.PREPARED)
+# After so many runs that never reached their host, one has to last so long before it counts as
+# under way: no connection takes so long to fail.
+_UNREACHED, _REACHED_S = 5, 300.0
 # Errors of this machine before a run begins, such as a full disk or a failing ssh-keygen.
-# A run that lasts longer has reached its host: no connection takes so long to fail.
-_REACHED_S = 300.0
 _CONTROLLER_ERRORS = (OSError, TrustError, subprocess.SubprocessError)
 
 
@@ -245,7 +246,8 @@ def attend(engine: Engine, settings: Settings, task: Task, stopping: threading.E
             state, attached = collect.observe(directory), False
         attached = True
         # A host may answer each probe and no run; its launch must not go on for ever.
-        if not extended and (not task.unreached or time.monotonic() - began > _REACHED_S):
+        lasts = time.monotonic() - began > _REACHED_S
+        if not extended and (task.unreached < _UNREACHED or lasts):
             retrying(engine, lambda conn: queue.extend_deadlines(conn, queue.get(conn, task.id)))
             extended = True
         # Another worker may have freed the lock after this one was kept out by it: then to begin it

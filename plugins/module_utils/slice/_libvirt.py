@@ -98,13 +98,17 @@ def settled(name: str, check: Callable[[], object]) -> State | None:
 
     check: as for `shut_down`.
     """
-    until = _host.read(_request(name)) or "0"
     while True:
         now = state(name)
-        if now is None or not now.active or _uptime() > float(until):
+        if now is None or not now.active or not stops(name):
             return now
         check()
         time.sleep(1)
+
+
+def stops(name: str) -> bool:
+    """Whether a guest was asked to power off, and has time left for it."""
+    return _uptime() <= float(_host.read(_request(name)) or "0")
 
 
 def statistics(

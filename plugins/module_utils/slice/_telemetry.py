@@ -66,6 +66,8 @@ _PORT = {
 }
 # Rows of a control group's memory that a guest's can be in, apart from large pages.
 _MEMORY = ("anon", "shmem")
+# The service takes no more.
+_NUMA_NODES = 16
 
 Values = dict[str, Any]
 
@@ -210,7 +212,7 @@ def _memory(slices: Iterable[str]) -> dict[str, Values]:
         if pid := _libvirt.qemu_pid(_object_names.domain_name(key)):
             large = _large_pages(pid)
             nodes = large + _ordinary_pages(pid)
-            by_node = [nodes[node] for node in range(max(nodes, default=-1) + 1)]
+            by_node = [nodes[node] for node in range(max(nodes, default=-1) + 1)][:_NUMA_NODES]
             values[key] = {
                 "large_pages_bytes": large.total(), "node_memory_bytes": by_node
             }  # fmt: skip

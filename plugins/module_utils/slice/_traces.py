@@ -78,6 +78,7 @@ def _domains() -> Iterator[Trace]:
         owner = _object_names.owner(name)
         row = {"name": name, "state": state.name, "active": state.active}
         row["off_by_guest"] = state.off_by_guest
+        row["stops"] = state.active and _libvirt.stops(name)
         yield Trace(owner, f"{name} is {state.name}", {"allocation_id": owner, **row})
 
 

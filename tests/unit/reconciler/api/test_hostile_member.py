@@ -14,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from fastapi import FastAPI
 
 from reconciler.api import admission, security
 from reconciler.api.app import create_app
+from reconciler.api.health import create_operator_app
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import settings
 from reconciler.lifecycle import ingress, placement, quota, recovery_policy, slices, ssh_access
@@ -281,14 +283,35 @@ def test_documents_that_take_long_to_read_are_counted(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = rate(monkeypatch, READING_PER_S=0.5, READING_BURST=2.0)
-    spent = iter((0.0, 3.0, 10.0, 10.1, 11.0, 11.1))
+    spent = iter((0.0, 3.0, 10.0, 10.1, 20.0, 20.1))
     monkeypatch.setattr(security, "time", SimpleNamespace(thread_time=lambda: next(spent)))
-    assert grab(selling, gpu_count=9).json()["code"] == "no_capacity"
-    answer = refused(selling, lambda: grab(selling, gpu_count=9))
+    wish: dict[str, Any] = {"gpu_count": 9, "user_data": "#cloud-config\ntimezone: UTC\n"}
+    assert grab(selling, **wish).json()["code"] == "no_capacity"
+    answer = refused(selling, lambda: grab(selling, **wish))
     assert (answer["status"], answer["code"]) == (429, "rate_exceeded")
-    assert launch(selling).status_code == 201
-    clock.now += answer["retry_after_s"]
+    # Others, admins, and launches without a document are not asked.
+    assert launch(selling, user_data=wish["user_data"]).status_code == 201
     assert grab(selling, gpu_count=9).json()["code"] == "no_capacity"
+    asked = {**BODY, **wish}
+    admin = selling.client("admin")
+    for number in range(2):
+        keyed = {"Idempotency-Key": f"admin-{number}"}
+        answer_of = admin.post("projects/demo/allocations", json=asked, headers=keyed)
+        assert answer_of.json()["code"] == "no_capacity"
+    clock.now += answer["retry_after_s"]
+    assert grab(selling, **wish).json()["code"] == "no_capacity"
+
+
+def test_a_document_waits_for_another_one_a_moment_only(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that waits takes a thread."""
+    rates = security.Rates()
+    monkeypatch.setattr(security, "_TURN_S", 0.01)
+    with rates.reading("a"), pytest.raises(Problem, match="rate_exceeded"), rates.reading("b"):
+        raise AssertionError
+    with rates.reading("b"):
+        pass
 
 
 def test_large_bodies_are_counted_by_their_bytes(
@@ -307,32 +330,80 @@ def test_large_bodies_are_counted_by_their_bytes(
     assert attack(selling, "POST", path, json=large).status_code == codes[0]
 
 
+class Sender:
+    """A sender of a body of stated size, as the application sees it."""
+
+    def __init__(self, app: FastAPI, secret: str, size: int, *, slow: bool = False) -> None:
+        self._app = app
+        self._secret, self._size, self._slow = secret, size, slow
+        self.read = False
+        self.said: list[Any] = []
+
+    async def _receive(self) -> Any:
+        if self.read and self._slow:
+            await asyncio.sleep(60)
+        self.read = True
+        body = b"" if self._slow else b" " * self._size
+        return {"type": "http.request", "body": body, "more_body": self._slow}
+
+    async def _send(self, message: Any) -> None:
+        self.said.append(message)
+
+    def post(self, path: str) -> int:
+        """The status of the answer."""
+        headers = {"content-length": f"{self._size}", "content-type": "application/json"}
+        headers |= {"authorization": f"Bearer {self._secret}"} if self._secret else {}
+        scope = {
+            "type": "http", "method": "POST", "path": path, "query_string": b"",
+            "http_version": "1.1", "scheme": "http", "client": ("t", 1),
+            "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
+        }  # fmt: skip
+        asyncio.run(self._app(scope, self._receive, self._send))
+        return int(self.said[0]["status"])
+
+
 def test_a_large_body_of_a_stranger_is_not_read(selling: Stack) -> None:
     """Reading is the work of the loop that serves everybody."""
     app = create_app(selling.settings, selling.engine)
+    size = security.UNKNOWN_LIMIT + 1
+    paths = {
+        re.sub(r"\{[^}]*\}", "x", path)
+        for path, verbs in app.openapi()["paths"].items()
+        if "requestBody" in verbs.get("post", {})
+    }
+    assert len(paths) > 30
+    for path in sorted(paths):
+        stranger = Sender(app, "", size)
+        assert (stranger.post(path), stranger.read) == (401, False), path
+    known = Sender(app, selling.secrets[VICTIM], size)
+    assert known.post("/api/v1/projects/demo/allocations") == 422
+    # The operators' own application has no strangers, and the same limit.
+    operators = create_operator_app(selling.settings, selling.engine)
+    for size in (admission.BODY_LIMIT, admission.BODY_LIMIT + 1):
+        local = Sender(operators, "", size)
+        assert (local.post("/control/maintenance") == 413) is (size > admission.BODY_LIMIT)
 
-    def answer(secret: str, size: int) -> int:
-        said: list[Any] = []
 
-        async def receive() -> Any:
-            assert secret, "the body was asked for"
-            return {"type": "http.request", "body": b" " * size}
+def test_a_body_that_does_not_come_holds_no_place(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "BODY_S", 0.05)
+    app = create_app(selling.settings, selling.engine)
+    slow = Sender(app, selling.secrets[VICTIM], security.UNKNOWN_LIMIT + 1, slow=True)
+    assert slow.post("/api/v1/projects/demo/allocations") in (400, 422)
+    assert app.state.places._taken == {}
 
-        async def send(message: Any) -> None:
-            said.append(message)
 
-        headers = {"content-length": f"{size}", "content-type": "application/json"}
-        headers |= {"authorization": f"Bearer {secret}"} if secret else {}
-        scope = {
-            "type": "http", "method": "POST", "path": "/api/v1/projects/demo/allocations",
-            "query_string": b"", "http_version": "1.1", "scheme": "http", "client": ("t", 1),
-            "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
-        }  # fmt: skip
-        asyncio.run(app(scope, receive, send))
-        return int(said[0]["status"])
+def test_a_database_that_is_away_is_named_to_senders_of_large_bodies(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise sa.exc.OperationalError("SELECT", {}, OSError("away"))
 
-    assert answer("", admission.UNKNOWN_LIMIT + 1) == 401
-    assert answer(selling.secrets[VICTIM], admission.UNKNOWN_LIMIT + 1) == 422
+    monkeypatch.setattr(admission, "authenticate", away)
+    app = create_app(selling.settings, selling.engine)
+    sender = Sender(app, selling.secrets[VICTIM], security.UNKNOWN_LIMIT + 1)
+    assert sender.post("/api/v1/projects/demo/allocations") == 503
 
 
 def test_a_member_who_changes_things_without_end_does_not_fill_the_records(
@@ -471,7 +542,7 @@ def test_launches_that_do_not_fit_are_explained_one_at_a_time(
     assert ["explanation" in answer for answer in (first, own, others)] == [True, False, True]
     assert len(calls) == 2
     # A launch's transaction keeps others from writing.
-    assert len(begun) == 3
+    assert len(begun) == 4
     assert "explanation" in grab(selling, gpu_count=9).json()
 
 

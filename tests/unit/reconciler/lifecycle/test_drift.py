@@ -528,6 +528,12 @@ def test_a_slice_whose_start_was_lost_is_recorded_as_running(
         task = compare.site.finish(conn, TaskKind.SLICE_VM_POWER, TaskState.FAILED)
         task_failures.record(conn, task, task_failures.Failure("", error, {}, known=False))
         assert allocations.get(conn, active).started_boot_id == ""
+    # The lost run may have asked it to power off, which it does soon.
+    holdings["domains"]["found"][0]["stops"] = True
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        assert allocations.get(conn, active).started_boot_id == ""
+    holdings["domains"]["found"][0]["stops"] = False
     compare(holdings)
     with transaction(compare.engine) as conn:
         row = allocations.get(conn, active)

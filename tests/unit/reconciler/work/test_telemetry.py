@@ -141,19 +141,25 @@ def test_a_guest_that_powers_itself_off_is_looked_at_before_its_host_may_restart
 
 
 @pytest.mark.covers("SLICE-8")
-def test_a_slice_that_goes_off_during_a_comparison_is_compared_again(sold: Site) -> None:
+def test_a_slice_that_goes_off_during_a_comparison_is_compared_again(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That comparison may have looked at the host while the guest ran."""
     with transaction(sold.engine) as conn:
         mine = sold.active(conn)
         drift.queue_comparison(conn, "n1", ADMIN)
         (under_way,) = leasing.lease(conn, "w", kinds=[TaskKind.SLICE_DRIFT_RECONCILE])
     part = {"allocation_id": mine, "host": {"state": "shut off"}}
-    off = Snapshot.read(json.dumps({"version": 1, "slices": [part]}).encode())
+    off = json.dumps({"version": 1, "slices": [part]}).encode()
     collector = Telemetry(sold.engine, SshAccess)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(ssh, "telemetry", lambda *_: off)
+    with reading(sold.engine) as conn:
+        node = nodes_of.get(conn, "n1")
+
     def comparisons() -> int:
-        with transaction(sold.engine) as conn:
-            collector._record(conn, "n1", off)  # type: ignore[arg-type]
+        assert collector._collect(SshAccess, node) == ""  # type: ignore[arg-type]
+        with reading(sold.engine) as conn:
             return len(queue.every(conn, kind=TaskKind.SLICE_DRIFT_RECONCILE))
 
     assert [comparisons(), comparisons()] == [1, 1]

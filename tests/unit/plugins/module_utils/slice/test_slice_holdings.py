@@ -89,7 +89,14 @@ def test_a_slice_is_listed_in_every_part(empty: Path, monkeypatch: pytest.Monkey
     holder = {"allocation_id": ONE}
     assert rows == {
         "domains": [
-            {**holder, "name": DOMAIN, "state": "shut off", "active": False, "off_by_guest": False}
+            {
+                **holder,
+                "name": DOMAIN,
+                "state": "shut off",
+                "active": False,
+                "off_by_guest": False,
+                "stops": False,
+            }
             | {"devices": ["0000:43:00.0"], "disks": [DISK]}
         ],
         "processes": [{**holder, "pid": 7}],
