@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reconciler.api import problems
+from reconciler.api.http import body_size
 from reconciler.api.security import (
     PLACE,
     PLACES,
@@ -74,8 +75,7 @@ class Admission:
     async def _admit(self, request: Request) -> None:
         """Problem for a body that is too large, or whose sender is unknown or sends too much."""
         headers = Headers(scope=request.scope)
-        length = headers.get("content-length", "")
-        size = int(length) if length.isdigit() else 0
+        size = body_size(headers)
         # A chunked body states no length, so it is refused; no supported client sends one.
         if "transfer-encoding" in headers or size > BODY_LIMIT:
             raise _TOO_LARGE

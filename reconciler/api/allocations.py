@@ -401,7 +401,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         return MemberAllocation.of_allocation(allocation, context.settings)
 
     reason = "launched by its project"
-    for tries_left in reversed(range(placement.TRIES)):
+    for earlier_tries in range(placement.TRIES):
         try:
             # The project's limits bound what is left.
             return context.write(
@@ -412,7 +412,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             cache: AnswerCache = context.request.app.state.availability
             with cache.turn(context.caller.owner) as free:
                 # Without an explanation a launch is tried once more: it may have lost a race.
-                if not free and tries_left < placement.TRIES - 1:
+                if not free and earlier_tries:
                     raise
                 read = partial(placement.refusal, want=no_room.want)
                 refusal = context.read(read) if free else None

@@ -38,6 +38,12 @@ def correlation_id(request: Request) -> str:
     return str(request.scope.get("correlation_id", ""))
 
 
+def body_size(headers: Mapping[str, str]) -> int:
+    """Bytes of the body that a request states; 0 without a number."""
+    length = headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
 # -- Paging -------------------------------------------------------------------------------------
 
 DEFAULT_LIMIT = 100

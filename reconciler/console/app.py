@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from reconciler.api.http import correlation_id
+from reconciler.api.http import body_size, correlation_id
 from reconciler.console import (
     forms,
     guard,
@@ -129,8 +129,7 @@ def _route(api: FastAPI, path: str, page: Page) -> Route:
             raise HTTPException(404)
         if request.method == "POST":
             if not visit.admin:
-                size = request.headers.get("content-length", "")
-                api.state.rates.take_bytes(visit.caller.owner, int(size) if size.isdigit() else 0)
+                api.state.rates.take_bytes(visit.caller.owner, body_size(request.headers))
             form = visit.form = await forms.read(request)
             try:
                 answer = await visit.send(form)

@@ -451,7 +451,7 @@ def _unproven_since_boot(conn: sa.Connection, node: Node) -> bool:
     discovered. A failure may be of services that were still starting; after a pass, failures are
     for an operator.
     """
-    if node.state != NodeState.READY or not (parity := reports.latest_parity(conn, node.id)):
+    if node.state != NodeState.READY:
         return False
     wanted = sa.select(slots.c.id).where(
         slots.c.node_id == node.id,
@@ -459,12 +459,14 @@ def _unproven_since_boot(conn: sa.Connection, node: Node) -> bool:
         slots.c.status == SlotState.DISABLED,
         slots.c.wanted == SlotState.AVAILABLE,
     )
-    discovery = reports.latest_discovery(conn, node.id)
-    stale = discovery is not None and discovery.boot_id != node.boot_id
-    failed = parity.failures or parity.boot_id != node.boot_id
-    if not (failed or stale) or not rows.first(conn, wanted):
+    # Before the reports, which are large: a host that sells all of its slots has none of these.
+    if not rows.first(conn, wanted) or not (parity := reports.latest_parity(conn, node.id)):
         return False
-    return stale or not reports.passed(conn, node.id, node.boot_id)
+    discovery = reports.latest_discovery(conn, node.id)
+    if discovery is not None and discovery.boot_id != node.boot_id:
+        return True
+    failed = parity.failures or parity.boot_id != node.boot_id
+    return bool(failed) and not reports.passed(conn, node.id, node.boot_id)
 
 
 def _of_slot(

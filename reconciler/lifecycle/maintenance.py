@@ -105,22 +105,22 @@ def began(conn: sa.Connection, task: Task) -> None:
             raise _unconfirmed(guests, named)
 
 
-def restarted(conn: sa.Connection, task: Task, act: Act) -> Task | None:
-    """Record that the host was restarted; returns the first task of its way back into use."""
+def restarted(conn: sa.Connection, task: Task, act: Act) -> str:
+    """Record that the host was restarted; returns as `bring_back`."""
     host.restarted(conn, task.node_id, act, since=task.parameters["boot_id"])
     return bring_back(conn, task, act)
 
 
-def bring_back(conn: sa.Connection, task: Task, act: Act) -> Task | None:
-    """Queue what proves the host again; None for a node that was retired meanwhile. A pass takes a
-    node back that maintenance has drained.
+def bring_back(conn: sa.Connection, task: Task, act: Act) -> str:
+    """Queue what proves the host again; returns the id of the first task, "" for a node that was
+    retired meanwhile. A pass takes a node back that maintenance has drained.
     """
     node = nodes.get(conn, task.node_id)
     if node.state == NodeState.RETIRED:
-        return None
+        return ""
     kinds = host.VERIFICATION if _sells_slices(conn, node) else host.VERIFICATION[:1]
     item = queue.Enqueue(kinds[0], node.id, parameters=queue.then(kinds[1:]))
-    return queue.enqueue(conn, item, act)
+    return queue.enqueue(conn, item, act).id
 
 
 def hold(conn: sa.Connection, task: Task, act: Act) -> None:

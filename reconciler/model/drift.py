@@ -189,8 +189,7 @@ def running(holdings: Mapping[str, Any], records: Records) -> list[str]:
     may have asked a guest to power off, which it does soon.
     """
     rows = _rows(holdings, "domains") if holdings["domains"]["known"] else []
-    running = (row for row in rows if row["state"] in _RUNNING and not row.get("stops"))
-    on = {row["allocation_id"] for row in running}
+    on = {row["allocation_id"] for row in rows if row["state"] in _RUNNING and not row.get("stops")}
     return [
         allocation.id
         for allocation in records.allocations

@@ -213,9 +213,7 @@ def _memory(slices: Iterable[str]) -> dict[str, Values]:
             large = _large_pages(pid)
             nodes = large + _ordinary_pages(pid)
             by_node = [nodes[node] for node in range(max(nodes, default=-1) + 1)][:_NUMA_NODES]
-            values[key] = {
-                "large_pages_bytes": large.total(), "node_memory_bytes": by_node
-            }  # fmt: skip
+            values[key] = {"large_pages_bytes": large.total(), "node_memory_bytes": by_node}
     return values
 
 

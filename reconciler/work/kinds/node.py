@@ -211,7 +211,7 @@ def reboot_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     act = work.act.because("its guest was off before the host's restart")
     power.powered_off(work.conn, named & set(evidence["powered_off"]), act)
     first = maintenance.restarted(work.conn, work.task, work.act.because("the host was restarted"))
-    return {**evidence, "next_task_id": first.id if first else ""}
+    return {**evidence, "next_task_id": first}
 
 
 def firmware_variables(work: Work) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def firmware_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         return {**evidence, "digest": plan.get("digest", "")}
     act = work.act.because("its firmware settings were changed")
     first = maintenance.restarted(work.conn, work.task, act)
-    return {**evidence, "next_task_id": first.id if first else ""}
+    return {**evidence, "next_task_id": first}
 
 
 HANDLERS: dict[str, Handler] = {
