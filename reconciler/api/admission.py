@@ -6,8 +6,6 @@ requests (`security.Rates`), and say nothing of what one of them costs.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 
 from fastapi import Request
@@ -34,8 +32,6 @@ from reconciler.pools import remote
 
 # No request of this API is larger. Without a limit an unauthenticated sender could fill the memory.
 BODY_LIMIT = 1 << 20
-# A larger body holds a place while it is read, so its sender must not take for ever.
-BODY_S = 60.0
 # The console reads its forms itself, and asks the API under its session.
 _CONSOLE = "/console/"
 
@@ -68,7 +64,7 @@ class Admission:
             await problems.respond(request, problems.of(refused))(scope, receive, answer)
             return
         try:
-            await self._app(scope, _timely(receive) if PLACE in scope else receive, answer)
+            await self._app(scope, receive, answer)
         finally:
             _leave(scope)
 
@@ -101,25 +97,6 @@ def _sender(request: Request) -> tuple[str, int, int] | None:
     with asking(request.app.state.engine) as conn:
         pool = remote.authenticate(conn, bearer(request))
     return (f"pool:{pool.id}", pool.replicas, pool.replicas) if pool else None
-
-
-def _timely(receive: Receive) -> Receive:
-    """As `receive`; a sender who takes too long for the body counts as gone."""
-    ends = time.monotonic() + BODY_S
-    complete = False
-
-    async def next_part() -> Message:
-        nonlocal complete
-        if complete:
-            return await receive()
-        try:
-            message = await asyncio.wait_for(receive(), max(ends - time.monotonic(), 0.001))
-        except TimeoutError:
-            return {"type": "http.disconnect"}
-        complete = message["type"] != "http.request" or not message.get("more_body", False)
-        return message
-
-    return next_part
 
 
 def _leave(scope: Scope) -> None:

@@ -56,7 +56,7 @@ def serve(
     from reconciler.console.app import mount
     from reconciler.console.session import of_socket
     from reconciler.gateway import web
-    from reconciler.service import listeners, process
+    from reconciler.service import connections, listeners, process
     from reconciler.settings import Settings
 
     class Server(uvicorn.Server):
@@ -84,6 +84,7 @@ def serve(
         gc.freeze()
         config = uvicorn.Config(
             app,
+            http=connections.limited(),
             access_log=False,
             log_config=None,
             server_header=False,

@@ -88,11 +88,15 @@ def serve_operators(settings: Settings, app: FastAPI) -> Iterator[str]:
     if address is None:
         yield ""
         return
-    import uvicorn  # noqa: PLC0415  # commands read addresses without loading a web server
+    # Commands read addresses without loading a web server.
+    import uvicorn  # noqa: PLC0415
+
+    from reconciler.service import connections  # noqa: PLC0415
 
     with closing(_listening(address, "GPUAAS_OPERATOR_LISTEN")) as listening:
         config = uvicorn.Config(
             app,
+            http=connections.limited(),
             access_log=False,
             log_config=None,
             server_header=False,

@@ -15,7 +15,7 @@ import uvicorn
 from reconciler import logs
 from reconciler.db import leader
 from reconciler.db.engine import reading
-from reconciler.service import process
+from reconciler.service import connections, process
 from tests.unit.reconciler.api.stack import Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
@@ -39,6 +39,8 @@ def story(new: Stack, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             events.append("stop")
 
     def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        assert not isinstance(server.config.http, str)
+        assert server.config.http.__module__ == connections.__name__
         places = " ".join(item.getsockname()[0] for item in sockets)
         events.append(f"serve {places} {server.config.access_log}")
         events.append(f"ready {new.client().get('http://test/readyz').status_code}")
