@@ -17,7 +17,8 @@ description:
     rules have the comment C(gpuaas-slice), but for that of all other packets.
   - The bridge fails closed. Guests reach public addresses, O(allowed_networks), and of the host
     DHCP, DNS and ping; nothing but answers and managed ingress reaches a guest. Open vSwitch and
-    the host's firewall (table C(inet gpuaas_slice)) both enforce this.
+    the host's firewall (table C(inet gpuaas_slice)) both enforce this. A guest has at most 16,384
+    connections, in the switch and in the host's own table (C(inet gpuaas_connections)).
   - To guests, a name with an address that they cannot reach does not exist, so that those of BMCs
     in internal zones of the site stay unknown. Answers have no IPv6 addresses and no records of the
     types HTTPS and SVCB. O(name_servers) hides all of an internal zone.
@@ -41,8 +42,9 @@ description:
     for it. A missing link is a warning (C(tmfifo_missing)) and stops nothing else, neither here
     nor at boot, where the service waits for it after everything else.
   - Refuses with C(network_invalid), C(bridge_name_taken),
-    C(connection_tracking_missing), C(packet_limit_missing) and, with O(state=absent),
-    C(network_in_use). A configuration that dnsmasq does not accept is never installed.
+    C(connection_tracking_missing), C(packet_limit_missing), C(connection_limit_missing) and, with
+    O(state=absent), C(network_in_use). A configuration that dnsmasq does not accept is never
+    installed.
 options:
   bridge:
     description: Name of the bridge.

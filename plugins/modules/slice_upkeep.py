@@ -96,6 +96,7 @@ repairs:
         last_at: "2026-11-23T04:10:00.000000+00:00"
 """
 
+import os
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -118,6 +119,7 @@ def main() -> None:
     except Refusal as refusal:
         module.fail_json(msg=str(refusal), error=refusal.document(), changed=False)
         return
+    os.umask(_change.UMASK)
     done: list[str] = []
     baseline: dict[str, Any] = {"known": True, "detail": "", "found": []}
     try:

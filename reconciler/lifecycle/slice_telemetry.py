@@ -36,7 +36,15 @@ _OFF = "shut off"
 REFUSED = frozenset(
     [
         *("arp", "connections", "denied_network", "dhcp_forged", "dhcp_server", "fragment"),
-        *("host_address", "host_service", "inbound", "ip_spoofed", "ipv6", "mac_spoofed"),
+        *(
+            "host_address",
+            "host_connections",
+            "host_service",
+            "inbound",
+            "ip_spoofed",
+            "ipv6",
+            "mac_spoofed",
+        ),
         *("name_queries", "neighbour", "packet_rate", "private_network", "protocol", "vlan"),
     ]
 )

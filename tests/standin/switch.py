@@ -184,12 +184,16 @@ class Switch:
 
     def _nft(self, words: list[str], stdin: str) -> Answer:
         match words:
-            case ["--stateless", "list", "table", family, name]:
+            case ["--stateless", *_, "list", "table", family, name]:
                 if f"{family} {name}" in self.tables:
                     return 0, self.tables[f"{family} {name}"], ""
                 return 1, "", "Error: No such file or directory\n"
             case ["list", "ruleset", family]:
                 return 0, "".join(v for k, v in self.tables.items() if k.startswith(family)), ""
+            case ["list", "set", *_]:
+                return 0, "", ""
+            case ["-f", "-"] if stdin.startswith("add element "):
+                return 0, "", ""
             case ["-f", "-"]:
                 for line, rest in _lines(stdin):
                     if line.startswith("delete table "):

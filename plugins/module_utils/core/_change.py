@@ -262,6 +262,10 @@ def _still_open(steps: Sequence[Step]) -> Refusal:
     )
 
 
+# Of what modules create.
+UMASK = 0o022
+
+
 def run(module: Any, subject: Subject) -> None:
     """Drive `subject` for an AnsibleModule and leave through exit_json or fail_json."""
     _run(module, lambda: drive(subject, module.params, check_mode=module.check_mode))
@@ -273,6 +277,8 @@ def run_parts(module: Any, parts: Sequence[Part]) -> None:
 
 
 def _run(module: Any, work: Callable[[], Outcome]) -> None:
+    # A host may give root's logins a narrower one, by which services could not read our folders.
+    os.umask(UMASK)
     try:
         with _as_root():
             answered_by = refuse_wrong_node()

@@ -53,11 +53,24 @@ NEVER = ("0.0.0.0/8", _LOOPBACK, "169.254.0.0/16", "224.0.0.0/3")
 
 # Address of systemd-resolved, and its file with the name servers of the host's networks.
 _STUB, _UPLINKS = "127.0.0.53", "/run/systemd/resolve/resolv.conf"
+# Both addresses of systemd-resolved.
+STUBS = (_STUB, "127.0.0.54")
 
 # dnsmasq answers a query for this name itself, so parity needs no upstream server for it.
 PROBE_NAME = "gpuaas-parity.invalid"
 
-FORWARDING = "net.ipv4.ip_forward = 1\n"
+# Sizes of the kernel's table of neighbours, one for the whole host. A guest that sends to each
+# address of a large network on the host's link fills Linux's 1024 entries with addresses that do
+# not answer, and the host and all guests reach no new neighbour.
+NEIGHBOURS = {
+    "net.ipv4.neigh.default.gc_thresh1": 8192,
+    "net.ipv4.neigh.default.gc_thresh2": 32768,
+    "net.ipv4.neigh.default.gc_thresh3": 65536,
+}
+
+SYSCTLS = "".join(
+    f"{key} = {value}\n" for key, value in {"net.ipv4.ip_forward": 1, **NEIGHBOURS}.items()
+)
 
 Network = Mapping[str, Any]
 
@@ -134,8 +147,13 @@ def _upstream(network: Network) -> list[str]:
     """
     if servers := network.get(NAME_SERVERS):
         return ["no-resolv", *(f"server={server}" for server in servers)]
+    return [f"resolv-file={_UPLINKS}"] if _STUB in name_servers() else []
+
+
+def name_servers() -> list[str]:
+    """The name servers of the host's own resolver."""
     rows = [row.split() for row in (_host.read("/etc/resolv.conf") or "").splitlines()]
-    return [f"resolv-file={_UPLINKS}"] if ["nameserver", _STUB] in rows else []
+    return [row[1] for row in rows if len(row) > 1 and row[0] == "nameserver"]
 
 
 def _hidden_addresses(network: Network) -> list[str]:

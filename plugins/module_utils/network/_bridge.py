@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
@@ -35,8 +35,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 TMFIFO, TMFIFO_ADDRESS = _slice_network.TMFIFO, _slice_network.TMFIFO_ADDRESS
 DHCP = "dnsmasq.service"
 # The kernel's connection table, for the whole host. A guest's connection to another machine has an
-# entry in its slice's zone and one in the host's own. With this size eight slices fill half of the
-# table, and the host can still be reached.
+# entry in its slice's zone and one in the host's own, each with its limit (`_host_connections`).
+# With this size eight slices fill half of the table, and the host can still be reached.
 _TABLE, LEAST_ENTRIES = "net.netfilter.nf_conntrack_max", 2 * 8 * 2 * _flows.CONNECTIONS
 
 Params = Mapping[str, Any]
@@ -57,7 +57,8 @@ class State:
 
     isolation: None without the bridge. lacking: features that its datapath does not have. local:
     the host's own addresses. entries: size of the kernel's connection table, None where it cannot
-    be set. filtering: missing commands for the host's filter.
+    be set. neighbours: sizes of its table of neighbours by key, as far as they can be set.
+    filtering: missing commands for the host's filter.
     """
 
     bridges: tuple[str, ...]
@@ -69,6 +70,7 @@ class State:
     lacking: tuple[Refusal, ...] = ()
     local: tuple[str, ...] = ()
     entries: int | None = None
+    neighbours: Mapping[str, int] = field(default_factory=dict)
     filtering: tuple[str, ...] = ()
 
 
@@ -100,6 +102,7 @@ def observe(params: Params) -> State:
         lacking=tuple(_guards.lacking(params["bridge"])) if there else (),
         local=tuple(_flows.local_addresses()),
         entries=_entries(),
+        neighbours=_slice_network.neighbours(),
         filtering=tuple(_host_filter.changes(params["bridge"])),
     )
 
@@ -119,6 +122,8 @@ def plan(params: Params, state: State) -> _change.Plan:
         steps.append(_change.Step("forward_ipv4", "net.ipv4.ip_forward", 0, 1))
     if _is_small(state.entries):
         steps.append(_change.Step("enlarge_table", _TABLE, state.entries, LEAST_ENTRIES))
+    for key, size in _slice_network.small_neighbours(state.neighbours).items():
+        steps.append(_change.Step("enlarge_neighbours", key, state.neighbours[key], size))
     if not state.nat:
         steps.append(_change.Step("add_nat", "nat rule", None, _nat.rules(params)))
     if state.filtering:
@@ -156,6 +161,8 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         _command.run(["ip", "link", "set", "dev", step.subject, "up"])
     elif step.name == "forward_ipv4":
         _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=1"])
+    elif step.name == "enlarge_neighbours":
+        _command.run(["sysctl", "-q", "-w", f"{step.subject}={step.after}"])
     elif step.name == "enlarge_table":
         _enlarge_table()
     elif step.name == "add_nat":

@@ -30,6 +30,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _firewall,
     _flows,
+    _host_connections,
     _ingress,
     _packet_limit,
     _port_filter,
@@ -38,7 +39,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 
 STEPS = (
     *("secure_bridge", "guard_bridge", "guard_port", "remove_flows", "remove_filter"),
-    "load_firewall",
+    *("load_firewall", "limit_connections"),
 )
 
 # Seconds between two rounds of the network's boot service. Firewall, NAT and the like are compared
@@ -60,8 +61,9 @@ class State:
     ports: OpenFlow number by port. limits: packets per second by that number. connections: that
     each port may have open, by number; None when they were not looked at. flows: by cookie.
     expected: the guards that must be loaded, and their flows, by cookie. filters: text of each
-    filter before the switch, by port; None when they were not looked at. firewall: whether the
-    table is as it must be, or was not looked at.
+    filter before the switch, by port; None when they were not looked at. firewall, limited: whether
+    the table of the firewall, and that of the guests' connections, is as it must be, or was not
+    looked at.
     """
 
     secure: bool
@@ -73,6 +75,7 @@ class State:
     firewall: bool
     filters: Mapping[str, str] | None
     connections: Mapping[int, int] | None
+    limited: bool = True
 
 
 def save(guard: _flows.Guard) -> None:
@@ -136,7 +139,10 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
         if numbers.get(guard.port) and guard.bridge == bridge
     }
     filters = connections = None
+    limited = True
     if with_firewall:
+        # First, because it names a kernel that cannot count connections, as the firewall does too.
+        limited = _host_connections.normalized(bridge) == _host_connections.installed()
         connections = _flows.connection_limits()
         filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
     return State(
@@ -149,6 +155,7 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
         firewall=not with_firewall or _firewall.installed() == _normalized(_rules(params, guards)),
         filters=filters,
         connections=connections,
+        limited=limited,
     )
 
 
@@ -159,6 +166,7 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
         return [
             _change.Step("guard_bridge", f"{bridge} flows", None, _texts(_flows.BASE)),
             _change.Step("load_firewall", "firewall of the guests", None, "loaded"),
+            _change.Step("limit_connections", "connections of the guests", None, "limited"),
         ]
     steps = []
     if not state.secure:
@@ -198,6 +206,9 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
             steps.append(_change.Step("guard_port", guard.port, before, after))
     if not state.firewall:
         steps.append(_change.Step("load_firewall", "firewall of the guests", "differs", "loaded"))
+    if not state.limited:
+        subject = "connections of the guests"
+        steps.append(_change.Step("limit_connections", subject, "differs", "limited"))
     return steps
 
 
@@ -213,6 +224,9 @@ def apply(params: Params, step: _change.Step) -> None:
         with _one_writer():
             if cookie not in _on_bridge(params):
                 _flows.remove(bridge, cookie)
+                if guard := load().get(cookie):
+                    # Of a slice that was stopped. A release, which removes its file, has done so.
+                    _host_connections.forget(guard.ip)
     elif step.name == "remove_filter":
         with _one_writer():
             if step.subject not in _on_bridge(params):
@@ -226,6 +240,8 @@ def apply(params: Params, step: _change.Step) -> None:
     elif step.name == "load_firewall":
         with _one_writer():
             _firewall.install(_rules(params, _with_probe(params)))
+    elif step.name == "limit_connections":
+        _host_connections.install(bridge)
 
 
 def _on_bridge(params: Params) -> set[str]:
@@ -342,7 +358,7 @@ def _is_target(text: str) -> bool:
 
 
 def lacking(bridge: str) -> list[Refusal]:
-    """Features without which the bridge's datapath cannot hold a guard."""
+    """Features of the kernel without which the bridge cannot hold a guard."""
     kernel = "boot a kernel whose openvswitch module has it, then run the bootstrap playbook again"
     missing = []
     if not _flows.tracks_connections(bridge):
@@ -363,6 +379,10 @@ def lacking(bridge: str) -> list[Refusal]:
                 remedy=f"{kernel} (Linux 4.15 or later)",
             )
         )
+    try:
+        _host_connections.normalized(bridge)
+    except Refusal as refusal:
+        missing.append(refusal)
     return missing
 
 

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
@@ -30,6 +31,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 )
 
 DNSMASQ, RESERVATIONS = _baseline_files.DNSMASQ, _baseline_files.RESERVATIONS
+_READABLE = 0o055
+# Down to the reservations.
+_FOLDERS = (_host.STATE_DIRECTORY, str(PurePosixPath(RESERVATIONS).parent), RESERVATIONS)
 SYSCTL = _baseline_files.SYSCTL
 
 RECORD = "network"
@@ -94,12 +98,11 @@ def observe(params: Params) -> State:
         live=_bridge.observe(params),
         installed=_boot_service.observe(unit(params)),
         files={path: _host.read(path) for path in (DNSMASQ, SYSCTL)},
-        reservations=_host.path(RESERVATIONS).is_dir(),
+        reservations=all(_is_open(folder) for folder in _FOLDERS),
         stale=tuple(sorted(file.name for file in stale)),
         old=tuple(_old()),
         dnsmasq=services[DHCP],
-        # Adding, removing or replacing a file changes the folder's time.
-        dnsmasq_changed=int(folder.stat().st_mtime) if folder.is_dir() else 0,
+        dnsmasq_changed=changed_at(folder),
         switch=services[SWITCH],
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
@@ -110,7 +113,7 @@ def observe(params: Params) -> State:
 
 def plan(params: Params, state: State) -> _change.Plan:
     live = _bridge.plan(params, state.live)
-    blockers = [*_unsafe(params), *live.blockers]
+    blockers = [*_unsafe(params), *_resolver(state), *live.blockers]
     if not blockers:
         # Not at boot: an address that the host got since would take the network from its guests.
         # Their guards refuse it, and parity names it.
@@ -158,7 +161,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "remove_stale_reservation":
         _host.remove(step.subject)
     elif step.name == "make_folder":
-        _host.path(RESERVATIONS).mkdir(parents=True, exist_ok=True)
+        _make_folders()
     elif step.name == "write_file":
         if step.subject == DNSMASQ:
             _command.run(["dnsmasq", "--test", "--conf-file=-"], stdin=f"{step.after}\n")
@@ -198,7 +201,7 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 
 def _texts(params: Params) -> dict[str, str]:
-    return {SYSCTL: _baseline_files.FORWARDING, DNSMASQ: _baseline_files.dnsmasq(params)}
+    return {SYSCTL: _baseline_files.SYSCTLS, DNSMASQ: _baseline_files.dnsmasq(params)}
 
 
 def outdated(state: State) -> list[_change.Step]:
@@ -247,7 +250,29 @@ def _was(state: State) -> dict[str, Any]:
         }
         for package, service in (*services, ("rshim", state.rshim))
     }
-    return {"forwarding": state.live.forwarding, **snapshot}
+    kernel = {"forwarding": state.live.forwarding, "neighbours": dict(state.live.neighbours)}
+    return {**kernel, **snapshot}
+
+
+def changed_at(folder: Path) -> int:
+    """When a file was last added to a folder, removed from it or replaced; 0 without the folder.
+
+    A time in the future, from before a change of the clock, would be later than any start.
+    """
+    at = folder.stat().st_mtime if folder.is_dir() else 0
+    return int(at) if at <= time.time() else 0
+
+
+def _is_open(folder: str) -> bool:
+    """Whether dnsmasq's user can read the folder."""
+    found = _host.path(folder)
+    return found.is_dir() and found.stat().st_mode & _READABLE == _READABLE
+
+
+def _make_folders() -> None:
+    for folder in map(_host.path, _FOLDERS):
+        folder.mkdir(exist_ok=True, parents=True)
+        folder.chmod(folder.stat().st_mode | _READABLE)
 
 
 def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:
@@ -262,6 +287,24 @@ def _dnsmasq_steps(state: State, planned: set[str]) -> list[_change.Step]:
         before = "old configuration" if state.dnsmasq.active else "inactive"
         steps.append(_change.Step("restart_dnsmasq", DHCP, before, "restarted"))
     return steps
+
+
+def _resolver(state: State) -> list[Refusal]:
+    """Refusal of a host that resolves names by the dnsmasq that is to serve guests only."""
+    if state.files[DNSMASQ] is not None or not state.dnsmasq.active:
+        return []
+    own = [name for name in _baseline_files.name_servers() if name.startswith("127.")]
+    if not own or own[0].startswith(_baseline_files.STUBS):
+        return []
+    return [
+        Refusal(
+            "resolver_in_use",
+            expected="a host that resolves names without its dnsmasq, which serves guests from now",
+            found=f"nameserver {own[0]} in /etc/resolv.conf, and dnsmasq.service is active",
+            remedy="put the site's name servers into /etc/resolv.conf, or let systemd-resolved "
+            "serve the host, then stop dnsmasq.service and run again",
+        )
+    ]
 
 
 def _unsafe(params: Params) -> list[Refusal]:

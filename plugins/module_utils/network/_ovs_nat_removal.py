@@ -23,6 +23,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _firewall,
     _flows,
+    _host_connections,
     _host_filter,
     _nat,
     _ovs_nat,
@@ -72,7 +73,7 @@ def observe(params: Params) -> State:
         baseline,
         tuple(there),
         reserved,
-        firewall=_firewall.installed() is not None,
+        firewall=_firewall.installed() is not None or _host_connections.installed() is not None,
         translating=tuple(_nat.installed(params)),
         admitted=tuple(_host_filter.installed()),
     )
@@ -106,6 +107,12 @@ def plan(params: Params, state: State) -> _change.Plan:
     # An unknown earlier state is left to the next boot, which has no managed setting.
     if baseline.live.forwarding and (baseline.before or {}).get("forwarding") is False:
         steps.append(_change.Step("stop_forwarding", "net.ipv4.ip_forward", 1, 0))
+    sizes = (baseline.before or {}).get("neighbours") or {}
+    steps += [
+        _change.Step("restore_neighbours", key, size, sizes[key])
+        for key, size in baseline.live.neighbours.items()
+        if sizes.get(key, size) != size
+    ]
     if state.concerned:
         steps += _services(baseline, rewritten=any(step.name == "remove_file" for step in steps))
     steps += _host_snapshot.forget_steps(_ovs_nat.RECORD, baseline.before)
@@ -127,10 +134,11 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         for port in _port_filter.installed():
             _port_filter.remove(port)
         _firewall.remove()
+        _host_connections.remove()
     elif step.name == "remove_admission":
         _host_filter.establish("")
-    elif step.name == "stop_forwarding":
-        _command.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
+    elif step.name in ("stop_forwarding", "restore_neighbours"):
+        _command.run(["sysctl", "-q", "-w", f"{step.subject}={step.after}"])
     elif step.name == "stop_service":
         _command.run(_stopping(step), timeout=120)
     elif step.name == "restart_service":

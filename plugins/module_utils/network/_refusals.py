@@ -4,7 +4,8 @@ Each kind has a dropping flow of its own (`_flows.rules`), and the packet limit 
 The port's filter, before the switch, drops and counts most frames of some kinds. A counter begins
 when the guard is loaded, so it falls when a guard is restored. The host's firewall counts the kinds
 that only it can judge, since its table was loaded, which each launch and release does. Its counters
-of the guard's own kinds are not added, because they begin at other times.
+of the guard's own kinds are not added, because they begin at other times. So does the counter of
+the limit in the host's table of connections, with each start of the slice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
     _guards,
+    _host_connections,
     _packet_limit,
     _port_filter,
 )
@@ -32,7 +34,7 @@ def counters(state: _guards.State, bridge: str) -> dict[str, dict[str, int]]:
         cookie: {flow: flow.kind for flow in flows} for cookie, flows in state.expected.items()
     }
     dropped, filtered = _packet_limit.dropped(bridge), _port_filter.installed()
-    in_kernel = _firewall.refused()
+    in_kernel, unopened = _firewall.refused(), _host_connections.refused()
     refused: dict[str, Counter[str]] = {}
     for cookie, guard in state.guards.items():
         if cookie != _flows.PROBE_COOKIE and guard.port in state.ports:
@@ -42,6 +44,7 @@ def counters(state: _guards.State, bridge: str) -> dict[str, dict[str, int]]:
             for kind, packets in in_kernel.get(guard.port, Counter()).items():
                 if kind not in own:
                     refused[cookie][kind] += packets
+            refused[cookie][_host_connections.KIND] += unopened.get(guard.ip, 0)
             refused[cookie][RATE] += dropped.get(state.ports[guard.port], 0)
     for cookie, flow, packets in _flows.counted(bridge):
         kind = kinds.get(cookie, {}).get(flow, "")

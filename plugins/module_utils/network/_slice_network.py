@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import (
     Refusal,
     blocker,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _iptables
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files, _iptables
 
+NEIGHBOURS = _baseline_files.NEIGHBOURS
 # The link of the fabric's card to this host, and the card's end.
 TMFIFO, TMFIFO_ADDRESS, TMFIFO_PEER = "tmfifo_net0", "192.168.100.1/30", "192.168.100.2"
 _DATABASE = "/run/openvswitch/db.sock"
@@ -93,6 +95,18 @@ def translates(rule: str, subnet: str) -> bool:
 
 def forwarding() -> bool:
     return _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
+
+
+def neighbours() -> dict[str, int]:
+    """Sizes of the kernel's table of neighbours by key; {} where they cannot be set."""
+    files = {key: _host.path(f"/proc/sys/{key.replace('.', '/')}") for key in NEIGHBOURS}
+    # In a container the table is its host's.
+    return {key: int(file.read_text()) for key, file in files.items() if os.access(file, os.W_OK)}
+
+
+def small_neighbours(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes that must grow, with their new value. A site's larger ones stay."""
+    return {key: NEIGHBOURS[key] for key, size in sizes.items() if size < NEIGHBOURS[key]}
 
 
 def stale_reservations() -> list[str]:

@@ -17,7 +17,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _guards, _nvlink
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _flows,
+    _guards,
+    _host_connections,
+    _nvlink,
+)
 
 _RETRY_S, _DEADLINE_S = 0.2, 20.0
 # Daemons of libvirt that start guests: the one for all drivers, and that of a modular libvirt. Each
@@ -70,6 +75,7 @@ def admit(domain: str, definition: str) -> None:
     number = _flows.await_port(guard.port, deadline=_DEADLINE_S)
     # A domain that starts has no connection of its own; the number may have been another's.
     _flows.forget_connections(number)
+    _host_connections.forget(guard.ip)
     end = time.monotonic() + _DEADLINE_S
     while True:
         left = _restored(settings, guard)

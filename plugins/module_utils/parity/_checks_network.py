@@ -305,11 +305,16 @@ def nat(facts: Facts) -> Verdict:
 
 
 def ip_forwarding(facts: Facts) -> Verdict:
-    """IP forwarding is on now and in the settings of the next boot, and the host's filter lets
-    guests pass.
+    """IP forwarding is on and the table of neighbours is large, now and in the settings of the next
+    boot, and the host's filter lets guests pass.
     """
     problems = [] if _slice_network.forwarding() else ["net.ipv4.ip_forward is not 1"]
-    problems += _file_edits.unlike(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
+    sizes = _slice_network.neighbours()
+    problems += [
+        f"{key} is {sizes[key]}, less than {size}"
+        for key, size in _slice_network.small_neighbours(sizes).items()
+    ]
+    problems += _file_edits.unlike(_baseline_files.SYSCTL, _baseline_files.SYSCTLS)
     missing = _host_filter.changes(facts.network["bridge"])
     problems += [f"the host's filter needs {line}" for line in missing]
     return verdict(problems, "net.ipv4.ip_forward is 1, the host's filter admits guests")

@@ -1,4 +1,4 @@
-"""DHCP server of the slice network: reservations, DHCP leases and connections.
+"""DHCP server of the slice network: reservations and DHCP leases.
 
 Each allocation has a file in the directory that the network baseline gives dnsmasq as
 `dhcp-hostsdir`. dnsmasq reads new files by itself, and keeps their content until a SIGHUP.
@@ -181,21 +181,3 @@ def neighbour(interface: str, ip: str) -> str:
         if len(fields) >= 6 and fields[0] == ip and fields[5] == interface:
             return fields[3].lower() if int(fields[2], 16) & 2 else ""
     return ""
-
-
-def connections(ip: str) -> int:
-    """Number of tracked connections with `ip` as their original source or destination."""
-    return sum(_listed(side, ip) for side in ("--orig-src", "--orig-dst"))
-
-
-def forget_connections(ip: str) -> None:
-    """Drop the connections, so that the next holder of the address inherits no state."""
-    for side in ("--orig-src", "--orig-dst"):
-        # Exit code 1 also means that no connection existed.
-        _command.run(["conntrack", "-D", side, ip], ok=(0, 1))
-
-
-def _listed(side: str, ip: str) -> int:
-    # Exit code 1 is a failure here, also when there is no connection.
-    out = _command.run(["conntrack", "-L", side, ip]).out
-    return sum(1 for line in out.splitlines() if line.strip())

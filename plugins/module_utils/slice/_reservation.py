@@ -15,7 +15,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _host_connections,
+    _slice_network,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq
 
 
@@ -42,7 +45,7 @@ def observe(params: _change.Params) -> State:
         reservation=reservations[0] if reservations else None,
         others=tuple(entry for entry in everyone if entry not in reservations),
         leases=tuple(x for x in _dnsmasq.leases() if x.mac == address[0] or x.ip == address[1]),
-        tracked=_dnsmasq.connections(params["ip"]) if params["state"] == "absent" else 0,
+        tracked=_host_connections.number(params["ip"]) if params["state"] == "absent" else 0,
         running=bool(_slice_network.dnsmasq_pid()),
     )
 
@@ -116,7 +119,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         leases = [lease for lease in _dnsmasq.leases() if lease.mac == step.before]
         return {lease.ip: _dnsmasq.release(params["bridge"], lease) for lease in leases}
     elif step.name == "forget_connections":
-        _dnsmasq.forget_connections(params["ip"])
+        _host_connections.forget(params["ip"])
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _host_connections
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _libvirt,
@@ -70,7 +71,7 @@ def _leases(allocation_id: str, slots: Collection[_slots.Slot]) -> str:
 
 
 def _connections(slots: Collection[_slots.Slot]) -> str:
-    counts = {ip: _dnsmasq.connections(ip) for slot in slots if (ip := slot.get("private_ip"))}
+    counts = {ip: _host_connections.number(ip) for slot in slots if (ip := slot.get("private_ip"))}
     return ", ".join(f"{count} of {ip}" for ip, count in counts.items() if count)
 
 

@@ -169,7 +169,7 @@ def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
             differs.append("gpu_service_active")
         files = {
             _baseline_files.DNSMASQ: _baseline_files.dnsmasq(settings),
-            _baseline_files.SYSCTL: _baseline_files.FORWARDING,
+            _baseline_files.SYSCTL: _baseline_files.SYSCTLS,
         }
         if any(_file_edits.unlike(path, text) for path, text in files.items()):
             differs.append("network_file")

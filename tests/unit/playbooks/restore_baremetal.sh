@@ -10,7 +10,9 @@ everything() {
     echo $bridge; ovs-vsctl --columns=fail_mode find Bridge name=$bridge
     ovs-ofctl dump-flows $bridge
   done
-  nft --stateless list table inet gpuaas_slice 2>/dev/null
+  for table in gpuaas_slice gpuaas_connections; do
+    nft --stateless list table inet $table 2>/dev/null
+  done
   ip -br address; cat /proc/sys/net/ipv4/ip_forward; stat -c %a /var/lib/libvirt
 }
 restore() {

@@ -11,6 +11,7 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
+    _host_connections,
     _refusals,
 )
 
@@ -52,7 +53,8 @@ def test_the_kinds_are_those_of_the_guard() -> None:
     egress = _flows.Egress(denied=("9.9.9.0/24",))
     flows = _flows.rules(GUARD, 1, ["11.0.0.2"], egress)
     kinds = {flow.kind for flow in flows if flow.kind}
-    assert {*kinds, *_firewall.KINDS, _refusals.RATE} == slice_telemetry.REFUSED
+    kinds |= {*_firewall.KINDS, _host_connections.KIND, _refusals.RATE}
+    assert kinds == slice_telemetry.REFUSED
 
 
 def test_a_counter_that_begins_again_is_added(sold: Site, active: str) -> None:

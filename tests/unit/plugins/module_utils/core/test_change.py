@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,21 @@ def test_a_host_refuses_the_run_of_another_node(
     assert (how, document.get("error", {}).get("code")) == ("fail" if code else "exit", code)
     assert host.there == (set() if code else {"soft", "hard"})
     assert document.get("answered_by") == (None if code else enrolled or None)
+
+
+def test_folders_of_a_module_are_open_whatever_the_umask_of_the_login(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        step = _change.Step("make", "folder", None, "there")
+        subject = _change.Subject(
+            observe=lambda _params: (tmp_path / "made").is_dir(),
+            plan=lambda _params, there: _change.Plan(() if there else (step,)),
+            apply=lambda _params, _step: (tmp_path / "made").mkdir(),
+        )
+        _change.run(Module(), subject)
+        assert (tmp_path / "made").stat().st_mode & 0o777 == 0o755
+    finally:
+        os.umask(before)
 
 
 def test_who_is_not_root_and_may_not_read_is_told_to_become_it(

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.covers("HOST-6")
 PARAMS = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
 RULES = _nat.rules(PARAMS)
 SETTINGS = "/etc/gpuaas/network-baseline.json"
-ISOLATION = ["guard_bridge", "load_firewall"]
+ISOLATION = ["guard_bridge", "load_firewall", "limit_connections"]
 TABLE = "proc/sys/net/netfilter/nf_conntrack_max"
+NEIGHBOURS = "proc/sys/net/ipv4/neigh/default/gc_thresh"
 BUILT = ["add_bridge", *ISOLATION, "address_interface", "forward_ipv4", "add_nat", "admit_guests"]
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 OPEN = ["ovs-vsctl", "--timeout=10", "set-fail-mode", "ovsbr0", "standalone"]
@@ -89,6 +90,9 @@ class Network:
                 self.write("proc/sys/net/ipv4/ip_forward", "1")
             case ["sysctl", "-q", "-w", setting] if setting.startswith("net.netfilter."):
                 self.write(TABLE, setting.partition("=")[2])
+            case ["sysctl", "-q", "-w", setting] if setting.startswith("net.ipv4.neigh."):
+                key, _, size = setting.partition("=")
+                self.write(f"proc/sys/{key.replace('.', '/')}", size)
             case ["systemctl", "show", *_]:
                 active = "active" if self.dnsmasq else "inactive"
                 return _command.Result(0, f"ActiveState={active}\nUnitFileState=enabled\n", "")
@@ -134,19 +138,32 @@ def test_builds_the_network_once(network: Network) -> None:
         (lambda n: n.write("proc/sys/net/ipv4/ip_forward", "0"), ["forward_ipv4"]),
         (lambda n: n.switch.filter.pop(), ["admit_guests"]),
         (lambda n: n.write(TABLE, "262144"), ["enlarge_table"]),
+        (lambda n: n.write(f"{NEIGHBOURS}3", "1024"), ["enlarge_neighbours"]),
         (lambda n: n.addresses.clear(), ["address_interface"]),
         (lambda n: n.interface("ovsbr0", "0x1002"), ["address_interface"]),
         # An open bridge has a flow of its own, which forwards everything.
         (lambda n: n.run(OPEN), ["secure_bridge", "guard_bridge", "remove_flows"]),
         (lambda n: n.switch.flows["ovsbr0"].pop(), ["guard_bridge"]),
         (lambda n: n.switch.flows["ovsbr0"].append(STRANGER), ["remove_flows"]),
-        (lambda n: n.switch.tables.clear(), ["load_firewall"]),
+        (lambda n: n.switch.tables.clear(), ["load_firewall", "limit_connections"]),
     ],
 )
 def test_repairs_one_thing_that_drifted(network: Network, damage: Any, repair: list[str]) -> None:
     drive()
     damage(network)
     assert drive().done == repair
+    assert drive().plan.steps == ()
+
+
+def test_the_table_of_neighbours_has_room_for_large_networks(network: Network) -> None:
+    """Linux's own sizes, of which one guest can fill the last."""
+    for number, size in enumerate((128, 512, 1024), start=1):
+        network.write(f"{NEIGHBOURS}{number}", str(size))
+    assert drive().done.count("enlarge_neighbours") == 3
+    sizes = [int(_host.read(f"/{NEIGHBOURS}{number}") or 0) for number in (1, 2, 3)]
+    assert sizes == [8192, 32768, 65536]
+    # A site's own, larger size stays.
+    network.write(f"{NEIGHBOURS}3", "131072")
     assert drive().plan.steps == ()
 
 
@@ -411,7 +428,8 @@ def test_the_watch_loads_the_firewall_again_within_five_rounds(
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
     boot(monkeypatch, network.switch.tables.clear, *[lambda: None] * 4)
     assert _firewall.installed()
-    assert capsys.readouterr().out.endswith("\nrestored: load_firewall firewall of the guests\n")
+    restored = "load_firewall firewall of the guests, limit_connections connections of the guests"
+    assert capsys.readouterr().out.endswith(f"\nrestored: {restored}\n")
 
 
 def test_the_watch_brings_back_the_way_out_within_five_rounds(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
-    _command,
     _host,
     _ledger,
     _object_names,
@@ -67,8 +66,6 @@ ALL_ABSENT = {**ABSENT, "rule": None}
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     with rigs.standing() as (machines, patch):
-        if not rigs.is_installed("conntrack"):
-            _without_conntrack(patch)
         patch.setattr(module, "_probe", _probe_inside(machines))
         patch.setattr(module, "_CONNECT_SECONDS", 30.0)
         _host.write(_baseline_files.SETTINGS, json.dumps(_baseline_files.settings(rigs.NETWORK)))
@@ -78,16 +75,6 @@ def rig() -> Iterator[Rig]:
         machines.run(way, place=machines.place("mgmt"))
         machines.restore()
         yield machines
-
-
-def _without_conntrack(patch: pytest.MonkeyPatch) -> None:
-    """Where conntrack(8) is not installed, the rules alone cut connections."""
-    real = _command.run
-
-    def run(argv: Any, **options: Any) -> Any:
-        return _command.Result(0, "", "") if argv[0] == "conntrack" else real(argv, **options)
-
-    patch.setattr(_command, "run", run)
 
 
 def _probe_inside(machines: Rig) -> Any:

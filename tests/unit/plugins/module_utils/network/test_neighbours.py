@@ -19,11 +19,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _firewall,
+    _host_connections,
     _host_filter,
     _ingress,
     _nat,
     _ovs_nat_removal,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
 
 from tests.unit.plugins.module_utils.network import rig as rigs
 from tests.unit.plugins.module_utils.network.frames import ATTACKS
@@ -193,6 +195,32 @@ def all_pass(rig: Rig) -> bool:
         and container_serves(rig)
         and container_reaches_the_world(rig)
     )
+
+
+@pytest.mark.covers("SLICE-6", "I17")
+def test_what_the_host_still_sends_ends_with_its_guest(rig: Rig) -> None:
+    """Its kernel would send an answer that the guest has not taken for minutes, and track it anew:
+    no release of the guest could prove its end.
+    """
+    guest, name = rig.place(A.place), _guest_probe.name_query(b"ab")
+    chain = "chain {0} {{ type filter hook {0} priority -300; {1}drop; }}"
+    deaf = f"table ip deaf {{ {chain.format('input', 'tcp sport 53 ')}; }}"
+    mute = f"table ip mute {{ {chain.format('output', '')}; }}"
+    with rigs.inside(guest), socket.socket() as client:
+        client.settimeout(PATIENCE_S)
+        client.connect((rigs.GATEWAY, 53))
+        rig.run(["nft", deaf], place=guest)
+        client.sendall(len(name).to_bytes(2, "big") + name)
+        time.sleep(0.5)
+        rig.run(["nft", mute], place=guest)
+    try:
+        assert _host_connections.number(A.guard.ip)
+        _host_connections.forget(A.guard.ip)
+        # The next pause between two attempts of the kernel is shorter than that.
+        time.sleep(3)
+        assert not _host_connections.number(A.guard.ip)
+    finally:
+        rig.run(["nft", "delete table ip deaf; delete table ip mute"], place=guest)
 
 
 @pytest.mark.parametrize("version", ["20.10", "28"])

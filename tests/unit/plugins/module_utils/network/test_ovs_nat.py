@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,9 @@ def folder_time(tree: Path, monkeypatch: pytest.MonkeyPatch, systemd: Systemd) -
         return real(params)
 
     monkeypatch.setattr(_ovs_nat, "observe", observe)
+    monkeypatch.setattr(
+        _ovs_nat, "time", SimpleNamespace(**{**vars(time), "time": lambda: systemd.clock})
+    )
 
 
 def test_installs_everything_once(systemd: Systemd) -> None:
@@ -116,7 +121,9 @@ def test_installs_everything_once(systemd: Systemd) -> None:
         "remember_before", "make_folder", "write_file", "write_file", "install_service",
         "start_service", "enable_dnsmasq", "restart_dnsmasq",
     ]  # fmt: skip
-    assert _host.read(_ovs_nat.SYSCTL) == "net.ipv4.ip_forward = 1"
+    settings = (_host.read(_ovs_nat.SYSCTL) or "").splitlines()
+    assert "net.ipv4.ip_forward = 1" in settings
+    assert "net.ipv4.neigh.default.gc_thresh3 = 65536" in settings
     assert outcome.facts["network"]["dnsmasq"]
     assert drive().plan.steps == ()
 
@@ -181,6 +188,18 @@ def test_the_profiles_name_servers_replace_those_of_the_host(systemd: Systemd) -
     assert not any(line.startswith("resolv-file") for line in lines)
 
 
+@pytest.mark.parametrize("server", ["127.0.0.1", "127.0.0.53", "192.0.2.53"])
+def test_a_host_that_asks_its_own_dnsmasq_is_refused(systemd: Systemd, server: str) -> None:
+    """It would lose its names, because dnsmasq serves the guests from then on."""
+    systemd.active[_ovs_nat.DHCP] = systemd.clock
+    _host.write("/etc/resolv.conf", f"# own\nnameserver {server}\n")
+    failure = drive().failure
+    assert (failure and failure.code) == ("resolver_in_use" if server == "127.0.0.1" else None)
+    # What runs once keeps running.
+    _host.write("/etc/resolv.conf", "nameserver 127.0.0.1\n")
+    assert server == "127.0.0.1" or drive().failure is None
+
+
 def test_names_of_the_hosts_file_are_not_served_through_its_resolver(systemd: Systemd) -> None:
     """systemd-resolved, as Ubuntu has it, answers from /etc/hosts to whoever asks it."""
     own = "resolv-file=/run/systemd/resolve/resolv.conf"
@@ -225,6 +244,27 @@ def test_dnsmasq_older_than_its_files_is_restarted(systemd: Systemd) -> None:
     systemd.clock += 100
     _host.write("/etc/dnsmasq.d/site.conf", "\n")
     assert drive().done == ["restart_dnsmasq"]
+
+
+def test_a_change_in_the_future_restarts_nothing_for_ever(
+    systemd: Systemd, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From before a change of the clock: no start would be later."""
+    drive()
+    later = systemd.clock + 86_400
+    os.utime(tree / "etc/dnsmasq.d", (later, later))
+    assert drive().plan.steps == ()
+
+
+def test_folders_that_dnsmasq_cannot_read_are_opened(tree: Path) -> None:
+    """A host with a narrow umask made them so."""
+    drive()
+    folder = tree / _ovs_nat.RESERVATIONS.lstrip("/")
+    for closed in (folder, folder.parent, folder.parent.parent):
+        closed.chmod(0o700)
+    assert drive().done == ["make_folder"]
+    modes = {oct(each.stat().st_mode & 0o777) for each in (folder, *folder.parents[:2])}
+    assert modes == {"0o755"}
 
 
 def test_a_start_of_the_boot_service_waits_for_dnsmasq_which_it_restarts(systemd: Systemd) -> None:

@@ -99,7 +99,8 @@ class Host:
         elif argv[:2] == ["systemctl", "stop"]:
             self.active.discard(argv[-1])
         elif argv[0] == "sysctl":
-            self.write("proc/sys/net/ipv4/ip_forward", argv[-1][-1] + "\n")
+            key, _, value = argv[-1].partition("=")
+            self.write(f"proc/sys/{key.replace('.', '/')}", f"{value}\n")
         else:
             assert argv[0] in ("ip", "systemctl", "dnsmasq"), argv
 
@@ -141,7 +142,7 @@ def remaining_files(tree: Path) -> list[str]:
 def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert establish().failure is None
     assert (host.active >= {SWITCH, DHCP}, host.switch.nat) == (True, RULES)
-    assert list(host.switch.tables) == ["inet gpuaas_slice"]
+    assert list(host.switch.tables) == ["inet gpuaas_slice", "inet gpuaas_connections"]
     assert host.switch.filter == _host_filter.rules("ovsbr0")
     forecast = remove(check=True)
     host.switch.nat.append(RULES[-1])  # a script of the site has added it once more
@@ -176,12 +177,16 @@ def test_what_ran_before_keeps_running_without_our_settings(host: Host, tree: Pa
     host.runs(DHCP, SWITCH)
     host.write("proc/sys/net/ipv4/ip_forward", "1\n")
     host.write("etc/dnsmasq.d/site.conf", "port=5353\n")
+    neighbours = "proc/sys/net/ipv4/neigh/default/gc_thresh3"
+    host.write(neighbours, "2048\n")
     establish()
+    assert _host.read(f"/{neighbours}") == "65536"
     host.calls.clear()
     assert remove().failure is None
     assert ["systemctl", "restart", DHCP] in host.calls
     assert host.active == {DHCP, SWITCH}
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "1"
+    assert _host.read(f"/{neighbours}") == "2048"
     assert remaining_files(tree) == ["etc/dnsmasq.d/site.conf"]
     # Again, and killed between the removal of the files and the restart.
     establish()

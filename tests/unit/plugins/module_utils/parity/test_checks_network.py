@@ -71,7 +71,7 @@ FABRIC_SETTINGS: dict[str, Any] = {
 def bootstrapped(machine: Any) -> Any:
     """A host with the files of the network baseline, written by bootstrap's own code."""
     _boot_service.install(_ovs_nat.unit(NETWORK))
-    _host.write(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
+    _host.write(_baseline_files.SYSCTL, _baseline_files.SYSCTLS)
     _host.write(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(NETWORK))
     return machine
 
@@ -592,8 +592,13 @@ def test_nat_and_forwarding(parity: Any, machine: Any, script: Any) -> None:
     assert _checks_network.nat(parity.facts()).status == "FAIL"
     assert _checks_network.ip_forwarding(parity.facts()).status == "FAIL"
     machine.file("/proc/sys/net/ipv4/ip_forward", "1\n")
-    machine.file(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
+    machine.file(_baseline_files.SYSCTL, _baseline_files.SYSCTLS)
     assert _checks_network.ip_forwarding(parity.facts()).status == "PASS"
+    machine.file("/proc/sys/net/ipv4/neigh/default/gc_thresh3", "1024\n")
+    assert "gc_thresh3 is 1024, less than 65536" in (
+        _checks_network.ip_forwarding(parity.facts()).detail
+    )
+    machine.file("/proc/sys/net/ipv4/neigh/default/gc_thresh3", "65536\n")
     # As docker leaves it: nothing admits guests.
     script.answers.pop((*FILTER, "FORWARD"))
     script.on(*FILTER, "FORWARD", out="-P FORWARD DROP\n")

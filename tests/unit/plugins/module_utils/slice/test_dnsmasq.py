@@ -112,19 +112,3 @@ def test_the_configuration_is_tested_with_all_reservations(script: Script) -> No
     script.on("dnsmasq", "--test", "--conf-file=-", rc=1, err="duplicate dhcp-host IP address")
     with pytest.raises(Refusal, match="duplicate"):
         _dnsmasq.test([RESERVATION, RESERVATION])
-
-
-def test_connections_are_counted_and_dropped(script: Script) -> None:
-    script.on("conntrack", "-L", "--orig-src", "10.100.0.10", out="tcp 6 …\nudp 17 …\n")
-    script.on("conntrack", "-L", "--orig-dst", "10.100.0.10")
-    script.on("conntrack", "-D", "--orig-src", "10.100.0.10")
-    script.on("conntrack", "-D", "--orig-dst", "10.100.0.10", rc=1)
-    assert _dnsmasq.connections("10.100.0.10") == 2
-    _dnsmasq.forget_connections("10.100.0.10")
-
-
-@pytest.mark.covers("I13")
-def test_connections_that_cannot_be_listed_are_not_none(script: Script) -> None:
-    script.on("conntrack", "-L", "--orig-src", "10.100.0.10", rc=1, err="Operation failed")
-    with pytest.raises(Refusal, match="Operation failed"):
-        _dnsmasq.connections("10.100.0.10")

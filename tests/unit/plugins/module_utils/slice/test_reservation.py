@@ -33,7 +33,7 @@ def host(tree: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_slice_network, "dnsmasq_pid", lambda: 77)
     monkeypatch.setattr(_dnsmasq, "reload", lambda: None)
     script.on("dnsmasq", "--test", "--conf-file=-")
-    for side in ("--orig-src", "--orig-dst"):
+    for side in ("--orig-src", "--reply-src"):
         script.on("conntrack", "-L", side, "10.100.0.13", rc=0)
     return tree
 
@@ -111,8 +111,10 @@ def test_give_back_and_give_back_again(
     listing = ("conntrack", "-L", "--orig-src", "10.100.0.13")
     script.answers[listing] = []
     script.on(*listing, out="tcp 6\n").on(*listing)
-    for side in ("--orig-src", "--orig-dst"):
+    script.on("ss", "--kill", "--tcp", "--", "state", "connected", "dst", "10.100.0.13")
+    for side in ("--orig-src", "--reply-src"):
         script.on("conntrack", "-D", side, "10.100.0.13", rc=1)
+    script.on("nft", "-f", "-")
     outcome = drive(ABSENT)
     assert outcome.done == ["remove_reservation", "release_lease", "forget_connections"]
     assert outcome.evidence["release_lease"] == {"10.100.0.13": "released"}

@@ -10,7 +10,11 @@ import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _firewall,
+    _flows,
+    _host_connections,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
     _libvirt,
@@ -43,7 +47,7 @@ def empty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_flows, "guards", lambda _bridge: {_object_names.cookie(TWO): 17})
     monkeypatch.setattr(_firewall, "forwarded", lambda: [(TWO, "rule-2")])
     monkeypatch.setattr(_qos, "rows", lambda: {"another": TWO})
-    monkeypatch.setattr(_dnsmasq, "connections", lambda _ip: 0)
+    monkeypatch.setattr(_host_connections, "number", lambda _ip: 0)
     monkeypatch.setattr(_block, "judged", lambda _slot: (object(), []))
     monkeypatch.setattr(_slots, "passthrough", lambda _address: [])
     return tree
@@ -74,7 +78,7 @@ UNBOUND = Refusal("not_bound", expected="", found="", remedy="")
         ((_flows, "guards", lambda _bridge: {_object_names.cookie(ONE): 1}), "flows"),
         ((_qos, "rows", lambda: {"row": ONE}), "qos"),
         ((_firewall, "forwarded", lambda: [(ONE, "rule-1")]), "ingress"),
-        ((_dnsmasq, "connections", lambda _ip: 2), "connections"),
+        ((_host_connections, "number", lambda _ip: 2), "connections"),
         pytest.param(
             (_slots, "passthrough", lambda _functions: [UNBOUND]),
             "vfio_bound",
@@ -129,7 +133,7 @@ def test_a_lease_counts_unless_the_address_has_a_new_holder(empty: Path) -> None
         (_flows, "guards", "flows"),
         (_qos, "rows", "qos"),
         (_firewall, "forwarded", "ingress"),
-        (_dnsmasq, "connections", "connections"),
+        (_host_connections, "number", "connections"),
         (_block, "judged", "disk_holders"),
         (_slots, "passthrough", "vfio_bound"),
     ],

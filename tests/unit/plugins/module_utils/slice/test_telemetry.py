@@ -210,7 +210,7 @@ def test_what_only_drift_detection_repairs_is_named(host: Path, script: Script) 
     for path in (_boot_units.NETWORK.path, _boot_units.NETWORK.settings_path):
         _host.write(path, "{}")
     _host.write(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(network))
-    _host.write(_baseline_files.SYSCTL, _baseline_files.FORWARDING)
+    _host.write(_baseline_files.SYSCTL, _baseline_files.SYSCTLS)
     record = _host_snapshot.file_of(_host_snapshot.GPU_SERVICES)
     _host.write(record, '{"dcgm.service": {"active": true, "file": "enabled"}}')
     active, full = ["gpuaas-slice-network-baseline.service"], list[Refusal]()
