@@ -27,8 +27,9 @@ description:
     is in O(written_off). Such a disk stays dirty in the ledger, so that no tenant gets it unwiped
     should it come back. Refuses with C(disk_present) when one of them is there.
   - Refuses with C(node_in_slice_mode), C(boot_changed), C(stale_fence), C(slot_leased),
-    C(disk_dirty), C(disk_belongs_to_slot), C(disk_misnamed), C(identity_mismatch), C(disk_in_use),
-    C(os_disk), C(unexpected_filesystem), C(not_clean), C(device_not_found), C(machine_not_held).
+    C(disk_dirty), C(disk_belongs_to_slot), C(disk_misnamed), C(identity_mismatch),
+    C(duplicate_identity), C(disk_in_use), C(os_disk), C(unexpected_filesystem), C(not_clean),
+    C(device_not_found), C(machine_not_held).
 options:
   allocation_id:
     description: The allocation, a UUID with dashes.

@@ -18,6 +18,8 @@ description:
     descriptor at the moment of destruction. A disk that carries anything else by then is refused.
   - Nothing is taken that the approval does not name. A mount, filesystem or signature that came
     after it is refused with C(changed_since_approval).
+  - A namespace that the host reaches through two controllers without native multipath is two disks
+    with one identity, whose uses the kernel does not share. Such a disk is never taken.
   - A disk with data of the operating system, of libvirt or of this collection is never taken, and
     neither is a boot card (Dell BOSS).
   - When a disk is refused after it was unmounted, its mounts and its lines of C(/etc/fstab) are put
@@ -26,8 +28,8 @@ description:
     unless the disk was put to another use since.
   - A raw, unmounted disk whose proof still stands is left alone.
   - Refuses with C(device_not_found), C(not_a_whole_disk), C(multipath_member), C(duplicate_device),
-    C(kernel_name_not_allowed), C(approval_missing), C(identity_mismatch), C(os_disk),
-    C(swap_in_use), C(md_member), C(lvm_member), C(dm_holder), C(held), C(held_open),
+    C(duplicate_identity), C(kernel_name_not_allowed), C(approval_missing), C(identity_mismatch),
+    C(os_disk), C(swap_in_use), C(md_member), C(lvm_member), C(dm_holder), C(held), C(held_open),
     C(btrfs_member), C(zfs_pool), C(mount_covered), C(excluded_model), C(qemu_holds_disk),
     C(unexpected_filesystem), C(disk_belongs_to_slot), C(changed_since_approval),
     C(changed_since_plan), C(wipe_not_verified), C(disk_locked), C(disk_reserved),

@@ -23,10 +23,10 @@ description:
   - A disk that is clean by the ledger, has a standing proof and carries no signature is left alone
     and its proof is returned.
   - Refuses with C(stale_fence), C(disk_belongs_to_slot), C(os_disk), C(disk_in_use),
-    C(identity_mismatch), C(device_not_found), C(changed_since_plan), C(unexpected_filesystem),
-    C(excluded_model), C(device_unreadable), C(disk_write_protected), C(file_unreadable),
-    C(wipe_not_verified), and C(disk_locked) or C(disk_reserved) when a password or a reservation of
-    a former tenant is the cause.
+    C(identity_mismatch), C(duplicate_identity), C(device_not_found), C(changed_since_plan),
+    C(unexpected_filesystem), C(excluded_model), C(device_unreadable), C(disk_write_protected),
+    C(file_unreadable), C(wipe_not_verified), and C(disk_locked) or C(disk_reserved) when a
+    password or a reservation of a former tenant is the cause.
 options:
   slots:
     description: Slot bundles, each with its C(fence).

@@ -25,8 +25,8 @@ description:
   - While a bare-metal allocation has the machine, no slot of it is leased.
   - Refuses with C(boot_changed), C(not_slice_mode), C(machine_leased), C(bundle_incomplete),
     C(stale_fence), C(slot_leased), C(lease_missing), C(disk_dirty), C(not_clean),
-    C(identity_mismatch), C(disk_in_use), C(os_disk), C(device_missing), C(not_bound),
-    C(device_not_answering), C(group_not_viable), C(device_in_use), C(bridge_missing),
+    C(identity_mismatch), C(duplicate_identity), C(disk_in_use), C(os_disk), C(device_missing),
+    C(not_bound), C(device_not_answering), C(group_not_viable), C(device_in_use), C(bridge_missing),
     C(cpus_unavailable), C(memory_unavailable), C(hugepages_unavailable), C(domain_present), and
     as the Fabric Manager does.
 options:

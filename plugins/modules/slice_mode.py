@@ -12,7 +12,11 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Keeps C(/etc/gpuaas/slice-mode.json). Without it no device is bound to vfio-pci, now or at a
     boot, and with it no tenant of the whole machine is let in.
-  - Refuses with C(machine_leased) while such a tenant has the machine, and with C(file_unreadable).
+  - Putting a host into slice mode first ends the proofs of all its disks, because nothing records
+    how they were used on an ordinary machine. Each disk must then be taken over again before it is
+    given to a tenant. A host in slice mode keeps its proofs.
+  - Refuses with C(machine_leased) while such a tenant has the machine, and with C(file_unreadable),
+    C(ledger_unreadable), C(proof_unreadable) and C(erase_record_unreadable).
     O(state=absent) removes the mark even then, because a tenant cannot be released while it exists.
 options:
   profile:

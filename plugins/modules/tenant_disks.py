@@ -19,8 +19,9 @@ description:
     C(/var/lib) included, unless the running system's root is on it. Any other disk is refused when
     the machine boots from it.
   - Refuses with C(node_in_slice_mode), C(stale_fence), C(os_disk), C(identity_mismatch),
-    C(device_not_found), C(disk_misnamed), C(mount_covered), C(mount_busy), C(zfs_pool),
-    C(file_unreadable), and with C(device_unreadable) for a disk that the tenant was not given.
+    C(duplicate_identity), C(device_not_found), C(disk_misnamed), C(mount_covered), C(mount_busy),
+    C(zfs_pool), C(file_unreadable), and with C(device_unreadable) for a disk that the tenant was
+    not given.
 options:
   fence:
     description: The fence of the node's claim.

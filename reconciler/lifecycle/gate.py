@@ -77,6 +77,7 @@ def judge(
             proof=_proof(proof),
             exclusive_ended_at=seen.exclusive_ended_at,
             restored_at=seen.restored_at,
+            sliced_at=seen.node.mode_since,
             wipe_policy=proofs.policy(slot),
             others=tuple(bundle for key, bundle in seen.bundles.items() if key != slot.id),
             drift=_drift(slot),
@@ -132,9 +133,12 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
             closed_by = judge(conn, slot, proofs.current(conn, slot), seen)
             if closed_by:
                 closed[slot.id] = [row.document() for row in closed_by]
-            else:
-                make_available(conn, slot.id, act)
-                opened.append(slot.id)
+                continue
+            with locks.slot(conn, slot.id) as now:
+                # An operator may have disabled or withdrawn it since.
+                if now.generation == slot.generation:
+                    make_available(conn, slot.id, act)
+                    opened.append(slot.id)
         return {"opened": opened, "closed": closed}
 
 

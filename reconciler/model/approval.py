@@ -28,7 +28,8 @@ REMEDIES = {
     "qemu_in_use": "remove the virtual machine that has the disk open, then discover again",
     "identity_missing": "choose a namespace with an EUI64 or NGUID",
     "by_id_missing": "make udev create the by-id name, then discover again",
-    "duplicate_identity": "give one of the namespaces its own identity, then discover again",
+    "duplicate_identity": "load nvme_core with multipath=Y if these are paths to one namespace, or"
+    " take the other disk out, then discover again",
     "device_unreadable": "look at the disk on the host, then discover again",
     "group_not_viable": "bind or unbind the other devices of the IOMMU group, then discover again",
     "group_shared": "split the IOMMU group (ACS in the firmware, another place for the card) and"

@@ -357,6 +357,31 @@ def record_takeover(disk_identity: str, document: Mapping[str, Any]) -> None:
     _host.write(f"{PROOFS}/{disk_identity}.json", text, mode=0o600)
 
 
+def proven() -> list[str]:
+    """Ids of slots with a proof, and identities of disks with a proof of their takeover."""
+    slots = [entry.slot_id for entry in entries() if entry.proof is not None]
+    disks = [disk for disk in _taken_over() if (takeover(disk) or {}).get("proof")]
+    return [*slots, *disks]
+
+
+def end_proofs() -> None:
+    """End every proof on this host. Manifests of takeovers stay."""
+    with locked():
+        for entry in entries():
+            if entry.proof is not None:
+                _save(replace(entry, proof=None))
+        for disk in _taken_over():
+            record = takeover(disk) or {}
+            if record.get("proof"):
+                record_takeover(disk, {**record, "proof": None})
+
+
+def _taken_over() -> list[str]:
+    # Temporary files of a write have names that begin with a dot.
+    names = [name for name in _host.listed(PROOFS) if not name.startswith(".")]
+    return [name.removesuffix(".json") for name in names if name.endswith(".json")]
+
+
 def mark_gpu_used(slot_id: str, *, fence: int) -> Entry:
     """Record durably that a guest is about to get the GPU; the evidence of its reset ends."""
     with locked():

@@ -114,6 +114,7 @@ def exclusive(disk: Disk, *, seen: Collection[str] | None = None) -> Iterator[in
         _disk.require(
             actual, identifier=disk.disk_identity, serial=disk.serial, size=disk.size_bytes
         )
+        _disk.require_single(actual)
         _refuse_use(actual)
         if _host.read(f"/sys/class/block/{actual.kernel_name}/ro") == "1":
             raise _write_protected(disk)

@@ -103,8 +103,76 @@ def resolve(path: str) -> Disk:
             found=f"{path} is {name}",
             remedy="use the /dev/disk/by-id/nvme-eui.* path of the whole disk",
         )
+    disk = _answering(name, path)
+    require_single(disk)
+    if path.startswith(BY_ID):
+        if not disk.is_known_as(path):
+            raise mismatch(path, _digits(path), _digits(disk.disk_identity), "identifier")
+        return replace(disk, by_id=path)
+    by_id = next((link for link in _links().get(name, []) if disk.is_known_as(link)), "")
+    return replace(disk, by_id=by_id)
+
+
+def require_single(disk: Disk) -> None:
+    """Refuse a disk whose identity another namespace of the host has too.
+
+    Both may be the same namespace, reached through two controllers without the kernel's multipath.
+    The kernel then keeps mounts, holders and exclusive opens for each of them alone, so a disk that
+    looks unused may be the root disk. With multipath the paths are hidden behind one namespace.
+    """
+    twins = [name for name in sorted(_names()) if name != disk.kernel_name and _is_twin(name, disk)]
+    if twins:
+        raise Refusal(
+            "duplicate_identity",
+            expected=f"{disk.disk_identity} on {disk.kernel_name} alone",
+            found=f"also on {', '.join(twins)}",
+            remedy="load nvme_core with multipath=Y if these are paths to one namespace, or take"
+            " the other disk out; nothing was changed",
+        )
+
+
+def _is_twin(name: str, disk: Disk) -> bool:
+    """Whether another namespace is, or claims to be, the disk.
+
+    The kernel's record decides, because it also exists for a path that no longer answers. Only a
+    namespace without identifiers there is asked; if it is silent, the serial number and the
+    namespace's number within its controllers decide.
+    """
+    nguid, eui = (_recorded(name, field) for field in ("nguid", "eui"))
+    if nguid or eui:
+        return _same(disk, nguid, eui)
     try:
-        disk = _identified(name)
+        other = _identified(name)
+    except (OSError, Refusal):
+        place = _place(name)
+        return all(place) and place == (disk.serial, _place(disk.kernel_name)[1])
+    return _same(disk, other.nguid, other.eui)
+
+
+def _same(disk: Disk, nguid: str, eui: str) -> bool:
+    """Whether identifiers are the disk's. The EUI64 decides only if one of them has no NGUID."""
+    if nguid and disk.nguid:
+        return nguid == disk.nguid
+    return bool(eui) and eui == disk.eui
+
+
+def _recorded(name: str, field: str) -> str:
+    """An identifier of a namespace in sysfs as hexadecimal digits; "" when absent or all zero."""
+    text = _host.read(f"/sys/class/block/{name}/{field}") or ""
+    digits = re.sub(r"[^0-9a-f]", "", text.lower())
+    return digits if digits.strip("0") else ""
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Serial number of a namespace's controller, and its number there; "" for what is unknown."""
+    folder = f"/sys/class/block/{name}"
+    return _host.read(f"{folder}/device/serial") or "", _host.read(f"{folder}/nsid") or ""
+
+
+def _answering(name: str, path: str) -> Disk:
+    """The disk of a kernel name; a Refusal if it does not identify itself."""
+    try:
+        return _identified(name)
     except FileNotFoundError as missing:
         raise _not_found(path) from missing
     except OSError as silent:
@@ -114,12 +182,6 @@ def resolve(path: str) -> Disk:
             found=str(silent),
             remedy="look at the controller in the kernel log; replace the disk if it is dead",
         ) from silent
-    if path.startswith(BY_ID):
-        if not disk.is_known_as(path):
-            raise mismatch(path, _digits(path), _digits(disk.disk_identity), "identifier")
-        return replace(disk, by_id=path)
-    by_id = next((link for link in _links().get(name, []) if disk.is_known_as(link)), "")
-    return replace(disk, by_id=by_id)
 
 
 def of_slot(slot: Mapping[str, Any]) -> Disk:

@@ -18,16 +18,12 @@ DIRECTORY = f"{_host.STATE_DIRECTORY}/erasing"
 
 def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
     """The approval of this disk's unfinished erase; None when no erase is unfinished."""
-    record = _host.document(
-        _file(disk.disk_identity),
-        code="erase_record_unreadable",
-        remedy="remove the file; the content of the disk then needs its own approval",
-    )
+    record = _document(_file(disk.disk_identity))
     if record is None or record.get("disk") != _who(disk):
         return None
     # A newer proof shows that the erase ended and that the disk's content is newer; only the record
     # was not removed.
-    if record.get("proof", "") != _standing_proof(disk):
+    if record.get("proof", "") != _digest(disk.disk_identity):
         return None
     return dict(record.get("approved") or {})
 
@@ -35,13 +31,37 @@ def resumable(disk: _disk.Disk) -> dict[str, Any] | None:
 def record(disk: _disk.Disk, approved: Mapping[str, Any]) -> None:
     """Record durably that an erase starts. This must happen before the first byte is written."""
     text = {"disk": _who(disk), "approved": dict(approved), "begun_at": _host.now()}
-    text["proof"] = _standing_proof(disk)
+    text["proof"] = _digest(disk.disk_identity)
     _host.write(_file(disk.disk_identity), json.dumps(text, sort_keys=True) + "\n", mode=0o600)
 
 
-def _standing_proof(disk: _disk.Disk) -> str:
+def forget_ended() -> None:
+    """Remove the records that a newer proof has ended, before that proof ends itself.
+
+    Without the proof such a record would count again, and approve the erase of whatever is on the
+    disk by then.
+    """
+    for name in _host.listed(DIRECTORY):
+        if name.startswith("."):
+            continue  # a draft of an interrupted write
+        path = f"{DIRECTORY}/{name}"
+        document = _document(path) or {}
+        identity = str((document.get("disk") or {}).get("identity", ""))
+        if document.get("proof", "") != _digest(identity):
+            _host.remove(path)
+
+
+def _document(path: str) -> dict[str, Any] | None:
+    return _host.document(
+        path,
+        code="erase_record_unreadable",
+        remedy="remove the file; the content of the disk then needs its own approval",
+    )
+
+
+def _digest(disk_identity: str) -> str:
     """Digest of the disk's proof, "" without a proof."""
-    return str((_proof.standing(disk.disk_identity) or {}).get("digest", ""))
+    return str((_proof.standing(disk_identity) or {}).get("digest", ""))
 
 
 def forget(disk: _disk.Disk) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import stat
 from collections.abc import Collection, Iterable
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
@@ -27,8 +28,8 @@ def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
     """Active lines of these devices or mount points.
 
     A line matches if it mounts a device of `names`, a file below a mount point of `points`, or an
-    absent device on such a mount point. A line for an existing other device belongs to that device;
-    a mount over its mount point does not change that.
+    absent device on such a mount point. A line for an existing other device belongs to that device,
+    and a network share is no device; a mount over their mount point does not change that.
     """
     return [
         shown(line)
@@ -41,6 +42,7 @@ def lines_of(names: Collection[str], points: Collection[str]) -> list[str]:
             or (
                 len(fields) > 1
                 and _as_mounted(fields[1]) in points
+                and _is_device(fields[0])
                 and not (name and _host.path(f"/sys/class/block/{name}").exists())
             )
         )
@@ -58,11 +60,11 @@ def text() -> str:
 def disable(lines: Iterable[str], *, backup: str) -> None:
     """Comment the lines out after a copy of the file is safe in `backup`."""
     was, out_of_force = text(), set(lines)
-    _host.write(backup, was)
+    _host.write(backup, was, mode=0o600)
     kept = [
         f"# {MARKER} {line}" if shown(line) in out_of_force else line for line in was.split("\n")
     ]
-    _host.write(FILE, "\n".join(kept))
+    _rewrite("\n".join(kept))
 
 
 def remove(lines: Iterable[str], *, backup: str) -> None:
@@ -70,7 +72,7 @@ def remove(lines: Iterable[str], *, backup: str) -> None:
     was, unwanted = text(), set(lines)
     _host.write(backup, was, mode=0o600)
     rows = io.StringIO(was, newline="\n")
-    _host.write(FILE, "".join(row for row in rows if shown(row.removesuffix("\n")) not in unwanted))
+    _rewrite("".join(row for row in rows if shown(row.removesuffix("\n")) not in unwanted))
 
 
 def disabled() -> list[str]:
@@ -88,17 +90,29 @@ def enable(lines: Iterable[str]) -> None:
         else row
         for row in text().split("\n")
     ]
-    _host.write(FILE, "\n".join(rows))
+    _rewrite("\n".join(rows))
 
 
 def device_there(line: str) -> bool:
     """Whether the line's device exists; a wiped disk has lost its labels and UUIDs."""
     source = line.split(maxsplit=1)[0]
-    tag, equals, _value = source.partition("=")
-    if not (source.startswith("/dev/") or (equals and tag in _TAGS)):
-        return True  # a network or virtual file system
+    if not _is_device(source):
+        return True
     name = _device_name(source)
     return bool(name) and _host.path(f"/sys/class/block/{name}").exists()
+
+
+def _rewrite(content: str) -> None:
+    """Replace the file and keep its mode: a site hides the passwords of its network shares."""
+    file = _host.path(FILE)
+    mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else 0o644
+    _host.write(FILE, content, mode=mode)
+
+
+def _is_device(source: str) -> bool:
+    """Whether a source names a device, and not a network or virtual file system."""
+    tag, equals, _value = source.partition("=")
+    return source.startswith("/dev/") or bool(equals and tag in _TAGS)
 
 
 def _as_mounted(path: str) -> str:

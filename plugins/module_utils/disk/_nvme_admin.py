@@ -18,6 +18,11 @@ NVME_IOCTL_ADMIN_CMD = 0xC0484E41
 
 _FORMAT_NVM, _IDENTIFY = 0x80, 0x06
 _CNS_NAMESPACE, _CNS_CONTROLLER, _CNS_ACTIVE_NAMESPACES = 0, 1, 2
+_CNS_ALLOCATED_NAMESPACES = 0x10
+# Optional Admin Command Support: Format NVM, and Namespace Management.
+_OACS_FORMAT, _OACS_NAMESPACES = 0x2, 0x8
+# Format NVM Attributes: a format, or a secure erase, covers all namespaces.
+_FNA_ALL = 0x3
 
 # Secure Erase Settings of Format NVM. Without such a setting a format erases nothing.
 SECURE_ERASE = {"user_data_erase": 1, "crypto_erase": 2}
@@ -29,7 +34,7 @@ class Identity:
 
     eui, nguid: lower-case hex, "" when all zero. format_setting: the value that a format must
     repeat to keep block size and protection. can_format, can_crypto_erase: from OACS and FNA.
-    format_spreads: a format of this namespace would also erase the controller's other namespaces.
+    format_spreads: a format of this namespace would, or may, erase other namespaces as well.
     """
 
     serial: str
@@ -53,22 +58,30 @@ class Identity:
 def identify(descriptor: int) -> Identity:
     """Identify Controller and Namespace; OSError when it is not an NVMe namespace."""
     namespace = _device.call(descriptor, NVME_IOCTL_ID, bytearray(8))
+    controller = _identify(descriptor, 0, _CNS_CONTROLLER)
     return parse(
         namespace,
-        _identify(descriptor, 0, _CNS_CONTROLLER),
+        controller,
         _identify(descriptor, namespace, _CNS_NAMESPACE),
         _identify(descriptor, 0, _CNS_ACTIVE_NAMESPACES),
+        _allocated(descriptor, controller),
     )
 
 
-def parse(namespace: int, controller: bytes, described: bytes, active: bytes) -> Identity:
-    """Parse the three Identify structures of the NVMe base specification."""
-    (oacs,) = struct.unpack_from("<H", controller, 256)
-    fna = controller[524]
+def parse(
+    namespace: int, controller: bytes, described: bytes, active: bytes, allocated: bytes = b""
+) -> Identity:
+    """Parse the Identify structures of the NVMe base specification.
+
+    allocated: the list of allocated namespaces; empty when it was not read. `active` lacks the
+    namespaces that are detached or attached to another controller only.
+    """
+    oacs, fna = _capabilities(controller)
     flbas, protection = described[26], described[29]
     # CDW10 of Format NVM: LBAF 3:0, metadata 4, protection type 7:5, its place 8, LBAF high 13:12.
     setting = flbas & 0x1F | (protection & 0xF) << 5 | (flbas >> 5 & 3) << 12
-    others = sum(1 for (other,) in struct.iter_unpack("<I", active) if other not in (0, namespace))
+    listed = {other for (other,) in struct.iter_unpack("<I", active + allocated)}
+    hidden = bool(oacs & _OACS_NAMESPACES) and not allocated
     return Identity(
         serial=_text(controller[4:24]),
         model=_text(controller[24:64]),
@@ -76,9 +89,9 @@ def parse(namespace: int, controller: bytes, described: bytes, active: bytes) ->
         nguid=_hex(described[104:120]),
         namespace=namespace,
         format_setting=setting,
-        can_format=bool(oacs & 2),
+        can_format=bool(oacs & _OACS_FORMAT),
         can_crypto_erase=bool(fna & 4),
-        format_spreads=bool(fna & 3) and others > 0,
+        format_spreads=bool(fna & _FNA_ALL) and (hidden or bool(listed - {0, namespace})),
     )
 
 
@@ -133,6 +146,23 @@ def command(
         *(cdw10, cdw11, 0, 0, 0, 0, timeout_ms, 0),
     )
     return _device.call(descriptor, request, bytearray(words))
+
+
+def _allocated(descriptor: int, controller: bytes) -> bytes:
+    """The list of allocated namespaces; empty when it is not needed or cannot be read."""
+    oacs, fna = _capabilities(controller)
+    if not (oacs & _OACS_NAMESPACES and fna & _FNA_ALL):
+        return b""
+    try:
+        return _identify(descriptor, 0, _CNS_ALLOCATED_NAMESPACES)
+    except OSError:
+        return b""
+
+
+def _capabilities(controller: bytes) -> tuple[int, int]:
+    """OACS and FNA."""
+    (oacs,) = struct.unpack_from("<H", controller, 256)
+    return oacs, controller[524]
 
 
 def _identify(descriptor: int, namespace: int, structure: int) -> bytes:

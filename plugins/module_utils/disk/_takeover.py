@@ -198,8 +198,10 @@ def write_manifest(step: _change.Step) -> None:
     document = {**step.after, "written_at": _host.now(), **_host.identity(), "devices": devices}
     _host.write(step.subject, json.dumps(document, indent=2, sort_keys=True) + "\n", mode=0o640)
     for device in devices:
-        if device["proof"] is not None:
-            _proof.record(device["identity"], device["proof"], manifest=step.subject)
+        # Whoever has marked the disk since has ended its proof.
+        with _ledger.locked():
+            if device["proof"] and _proof.standing(device["identity"]) == device["proof"]:
+                _proof.record(device["identity"], device["proof"], manifest=step.subject)
 
 
 def document_of(device: Device) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _slice_mode
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
@@ -111,11 +112,58 @@ def test_an_approved_disk_is_taken_once(shared) -> None:
     assert again.facts["manifest"] == path
 
 
+@pytest.mark.covers("I7")
+def test_the_root_disk_is_not_erased_through_its_other_path(bench) -> None:
+    """With `nvme_core.multipath=N` the by-id link names the path that nothing is mounted from."""
+    for name, minor in (("nvme1n1", 1), ("nvme2n1", 11)):
+        bench.disk(name, minor=minor)
+        bench.partition(name, MIB, 20 * MIB, minor=minor + 1)
+        bench.write(name, MIB, b"XFSB")
+    bench.mount("259:2", "/", "/dev/nvme1n1p1", "xfs")
+    assert codes(drive()) == ["duplicate_identity"]
+    assert codes(take(mounts=[], filesystems=["xfs"])) == ["duplicate_identity"]
+    assert bench.read("nvme2n1", MIB, 4) == b"XFSB"
+
+
 def test_a_blank_disk_gets_its_first_proof(bench) -> None:
     bench.disk()
     outcome = take()
     assert outcome.done == ["erase_disk", "write_manifest"]
     assert _proof.standing(f"eui.{EUI}") is not None
+
+
+@pytest.mark.covers("HOST-15", "I5")
+def test_what_the_operator_wrote_on_an_ordinary_machine_is_erased(bench) -> None:
+    """Between the samples of a signature scan, it is not seen."""
+    size, hidden = 1 << 30, (1 << 29) + 3 * MIB
+    bench.disk(size=size)
+    mode: dict[str, Any] = {"profile": "lab", "state": "present"}
+    _change.drive(_slice_mode.SUBJECT, mode, check_mode=False)
+    assert "erase_disk" in take().done
+    _change.drive(_slice_mode.SUBJECT, mode | {"state": "absent"}, check_mode=False)
+    bench.write("nvme1n1", hidden, b"payroll")
+    _change.drive(_slice_mode.SUBJECT, mode, check_mode=False)
+    assert _proof.standing(f"eui.{EUI}") is None
+    assert "erase_disk" in take().done
+    assert bench.read("nvme1n1", hidden, 7) == bytes(7)
+
+
+def test_a_manifest_brings_no_proof_back(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant may get the disk while it is written."""
+    bench.disk()
+    _host.remove(take().facts["manifest"])
+    write = _host.write
+
+    def used_meanwhile(path: str, *given: Any, **named: Any) -> None:
+        write(path, *given, **named)
+        if "slice-storage-transition" in path:
+            _ledger.hold("slot-1", fence=1, allocation_id=EUI, disk_identity=f"eui.{EUI}")
+            _ledger.mark_dirty("slot-1", fence=1, disk_identity=f"eui.{EUI}")
+            _ledger.release("slot-1", fence=1)
+
+    monkeypatch.setattr(_host, "write", used_meanwhile)
+    take()
+    assert _proof.standing(f"eui.{EUI}") is None
 
 
 def test_a_lost_manifest_is_written_again(bench) -> None:

@@ -249,6 +249,18 @@ def test_another_disk_is_refused(bench, change: dict[str, Any], expected: str) -
     assert code(slots=[slot(0) | change]) == expected
 
 
+@pytest.mark.covers("I7", "HOST-9")
+@pytest.mark.parametrize("dirty", [True, False])
+def test_a_disk_with_a_second_path_is_refused_and_kept(bench, dirty: bool) -> None:
+    bench.disk()
+    bench.disk("nvme2n1", minor=11)
+    bench.write("nvme2n1", MIB, b"host")
+    if dirty:
+        _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
+    assert code() == "duplicate_identity"
+    assert bench.read("nvme2n1", MIB, 4) == b"host"
+
+
 def test_a_disk_in_use_is_refused_and_kept(bench) -> None:
     bench.disk()
     bench.partition("nvme1n1", MIB, 20 * MIB, minor=2)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _slice_mode
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
     _block,
@@ -121,6 +122,25 @@ def test_a_record_that_outlived_the_erase_says_nothing(
     assert take(broken).changed is False
     share.write("nvme1n1", 6 * MIB, b"rows of a database")
     assert code(take(broken)) == "unexpected_filesystem"
+
+
+def test_a_record_that_outlived_the_erase_outlives_no_proof(share, broken) -> None:
+    """Slice mode ends the proof that shows the end of the erase."""
+    kept = _host.path(RECORD).read_text()
+    assert take(broken).failure is None
+    _host.write(RECORD, kept, 0o600)
+    mode = {"profile": "lab", "state": "present"}
+    assert "end_proofs" in _change.drive(_slice_mode.SUBJECT, mode, check_mode=False).done
+    assert _proof.standing(f"eui.{EUI}") is None and not _host.path(RECORD).exists()
+    share.write("nvme1n1", 6 * MIB, b"rows of a database")
+    assert code(take(broken)) == "unexpected_filesystem"
+
+
+def test_slice_mode_keeps_the_record_of_an_unfinished_erase(share, broken) -> None:
+    _proof.record("eui.0", {"disk": "eui.0", "verified": True, "finished_at": "2026"})
+    mode = {"profile": "lab", "state": "present"}
+    assert "end_proofs" in _change.drive(_slice_mode.SUBJECT, mode, check_mode=False).done
+    assert take(broken).failure is None
 
 
 def test_a_blank_look_is_no_end_of_an_erase(share, broken) -> None:

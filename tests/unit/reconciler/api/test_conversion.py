@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, recovery, slices
+from reconciler.lifecycle import gate, host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, SlotState, TaskKind, TaskState
-from reconciler.records import claims, nodes, queue
+from reconciler.records import claims, nodes, proofs, queue
 from reconciler.records import slots as slot_records
 from reconciler.runs import contract
 from reconciler.runs.collect import Outcome
@@ -230,7 +230,7 @@ def bare_again(stack: Stack) -> None:
     assert mode(stack) == "baremetal"
 
 
-def test_one_call_leads_to_slots_on_sale(selling: Stack) -> None:
+def test_one_call_leads_to_a_proven_host_and_a_takeover_to_slots_on_sale(selling: Stack) -> None:
     bare_again(selling)
     admin = selling.client("admin")
     headers = {"X-Correlation-Id": "back-to-slices"}
@@ -245,6 +245,15 @@ def test_one_call_leads_to_slots_on_sale(selling: Stack) -> None:
         *("node.bootstrap", "node.bind_topology", "slice.topology_discover", "node.parity")
     ]
     assert mode(selling) == "slice"
+    # Nothing recorded how the ordinary machine used the disks, so the host has ended their proofs.
+    assert {slot["status"] for slot in admin.get(SLOTS).json()["items"]} == {"disabled"}
+    closed = story[-1]["result"]["closed"].values()
+    assert {row["code"] for rows in closed for row in rows} == {"proof_outdated"}
+    with transaction(selling.engine) as conn:
+        for slot in slot_records.of_node(conn, NODE):
+            proof = {"disk": slot.nvme_identity, "verified": True, "method": "discard"}
+            proofs.record_transition(conn, NODE, proof, ACT)
+        assert not gate.open_gate(conn, NODE, ACT)["closed"]
     assert {slot["status"] for slot in admin.get(SLOTS).json()["items"]} == {"available"}
     # Each names the next, under one correlation id, and the node's timeline has them all.
     assert first["id"] == story[0]["id"]

@@ -306,9 +306,12 @@ def test_changed_firmware_is_shown_and_accepted(new: Stack, gpuaas: Gpuaas, tmp_
 
 
 @pytest.mark.covers("HOST-15")
-@pytest.mark.parametrize(("failures", "status"), [(0, 0), (1, 1)])
-def test_one_conversion_is_followed_to_slots_on_sale_or_to_its_failure(
-    selling: Stack, gpuaas: Gpuaas, failures: int, status: int
+@pytest.mark.parametrize(
+    ("failures", "hint"),
+    [(0, "next: `gpuaas nodes onboard"), (1, "not proven: `gpuaas nodes parity")],
+)
+def test_one_conversion_is_followed_to_the_takeover_of_its_disks_or_to_its_failure(
+    selling: Stack, gpuaas: Gpuaas, failures: int, hint: str
 ) -> None:
     report = {"intent": "slice", "warnings": 0, "checks": [], **PROVEN, "failures": failures}
     evidence: dict[str, dict[str, Any]] = {
@@ -328,8 +331,8 @@ def test_one_conversion_is_followed_to_slots_on_sale_or_to_its_failure(
     run("nodes", "convert", NODE, "baremetal")
     assert (run.status, " follows" in run.err) == (0, False), run.err
     run("nodes", "convert", NODE, "slice", "--allow-reboot")
-    assert run.status == status, run.err
+    assert run.status == failures, run.err
     assert run.err.count(" follows") == 3
-    assert (f"gpuaas nodes parity {NODE}" in run.err) is bool(failures)
+    assert f"{hint} {NODE}`" in run.err
     run("slots", "list", NODE)
-    assert ("available" in run.out) is not bool(failures)
+    assert "available" not in run.out

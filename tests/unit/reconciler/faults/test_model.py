@@ -46,7 +46,7 @@ from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
+from reconciler.model.states import NodeMode, NodeState, SlotState, TaskKind, TaskState
 from reconciler.records import leasing, nodes, proofs, queue, slots
 from reconciler.runs import collect
 from reconciler.work import worker
@@ -439,6 +439,7 @@ class Story(RuleBasedStateMachine):
             self.host_answers(node)
             self.operate(node, host_life.resume)
             self.conversion_ends(node)
+            self._take_over(node)
             for kind in LOOKS:
                 self.look(node, kind)
             self.clean_machine(node)
@@ -459,6 +460,17 @@ class Story(RuleBasedStateMachine):
             self.switch(pick, True)
 
     # Helpers.
+
+    def _take_over(self, node: str) -> None:
+        """Wipe the disks whose proofs a conversion has ended."""
+        with transaction(self.engine) as conn:
+            for slot in slots.of_node(conn, node):
+                codes = {blocker.code for blocker in gate.gate(conn, slot.id)}
+                if slot.status != SlotState.DISABLED or "proof_outdated" not in codes:
+                    continue
+                if not self.model.bytes_of.get(slot.nvme_identity):
+                    proof = {"disk": slot.nvme_identity, "method": "discard", "verified": True}
+                    proofs.record_transition(conn, node, proof, ADMIN)
 
     def _end_pauses(self) -> None:
         """Make every retry due. A request that meets a waiting retry gets that retry, so a look

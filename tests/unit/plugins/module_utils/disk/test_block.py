@@ -183,6 +183,15 @@ def test_the_os_disk_is_refused_under_any_name(bench) -> None:
         assert refused(_block.resolve(path)).code == "os_disk"
 
 
+@pytest.mark.covers("I7")
+def test_a_second_path_that_came_since_it_was_resolved_is_refused(bench) -> None:
+    bench.disk()
+    disk = _block.resolve("nvme1n1")
+    bench.disk("nvme2n1", minor=11)
+    refusal = refused(disk)
+    assert (refusal.code, refusal.found) == ("duplicate_identity", "also on nvme2n1")
+
+
 def test_a_passing_look_at_the_disk_is_waited_for(loop, monkeypatch) -> None:
     monkeypatch.setattr(_block, "_PATIENCE_S", 60.0)
     disk = _block.resolve(loop.name)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _disk
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _disk, _nvme_admin
 
 bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["bench"]
 
@@ -99,6 +99,68 @@ def test_paths_of_a_multipath_namespace_are_not_disks(bench) -> None:
     bench.disk()
     (bench.root / "sys/block/nvme1c1n1").mkdir()
     assert [disk.kernel_name for disk in _block.disks()] == ["nvme1n1"]
+
+
+@pytest.mark.covers("HOST-9", "I7")
+def test_one_namespace_under_two_names_is_refused(bench) -> None:
+    """Without native multipath each path is a disk, and the kernel shares no mount between them."""
+    bench.disk()
+    bench.disk("nvme2n1", minor=11)
+    for path in (BY_ID, "/dev/nvme1n1", "/dev/nvme2n1"):
+        assert refused(path) == "duplicate_identity"
+    assert len(_block.disks()) == 2
+
+
+def recorded(bench, name: str, field: str, text: str) -> None:
+    file = bench.root / "sys/class/block" / name / field
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"{text}\n")
+
+
+@pytest.mark.covers("HOST-9", "I7")
+@pytest.mark.parametrize(
+    ("serial", "nsid", "eui", "twin"),
+    [
+        ("", "", "5e 00 00 00 00 00 a0 00", True),
+        ("LABNVME0  ", "1", "", True),
+        ("LABNVME0  ", "1", "00 00 00 00 00 00 00 00", True),
+        ("LABNVME0  ", "2", "", False),
+        ("LABNVME0  ", "1", "5e 00 00 00 00 00 00 ff", False),
+        ("", "", "", False),
+    ],
+)
+def test_a_silent_path_is_known_by_the_kernels_record(
+    bench, serial: str, nsid: str, eui: str, twin: bool
+) -> None:
+    bench.disk()
+    recorded(bench, "nvme1n1", "nsid", "1")
+    bench.disk("nvme2n1", minor=11, unsupported={_nvme_admin.NVME_IOCTL_ADMIN_CMD})
+    bench.link("nvme1n1", f"nvme-eui.{EUI}")
+    recorded(bench, "nvme2n1/device", "serial", serial)
+    recorded(bench, "nvme2n1", "nsid", nsid)
+    recorded(bench, "nvme2n1", "eui", eui)
+    if twin:
+        assert refused(BY_ID) == "duplicate_identity"
+    else:
+        assert _block.resolve(BY_ID).kernel_name == "nvme1n1"
+
+
+def test_disks_with_nguids_of_their_own_may_share_an_eui(bench) -> None:
+    bench.disk(nguid="0" * 31 + "1")
+    bench.disk("nvme2n1", minor=11, nguid="0" * 31 + "2")
+    assert _block.resolve("nvme1n1").kernel_name == "nvme1n1"
+    recorded(bench, "nvme2n1", "nguid", "00000000-0000-0000-0000-000000000001")
+    assert refused("nvme1n1") == "duplicate_identity"
+
+
+@pytest.mark.covers("HOST-9")
+def test_paths_and_partitions_of_a_namespace_are_no_second_disk(bench) -> None:
+    bench.disk()
+    bench.partition("nvme1n1", 1 << 20, 20 << 20, minor=2)
+    for path in ("nvme1c1n1", "nvme1c2n1"):
+        (bench.root / "sys/block" / path).mkdir()
+        recorded(bench, path, "eui", "5e 00 00 00 00 00 a0 00")
+    assert _block.resolve(BY_ID).kernel_name == "nvme1n1"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ bench = runpy.run_path(str(Path(__file__).parents[2] / "storage_bench.py"))["ben
         "LABEL=my\\040share /share ext4",
         "/dev/nvme1n1p1 /share ext4",
         "/dev/disk/by-uuid/abc /elsewhere ext4",
-        "server:/export /mounted\\040here nfs",
+        "/dev/gone /mounted\\040here ext4",
     ],
 )
 def test_a_line_is_known_by_device_or_by_what_is_mounted_on_its_place(bench, line: str) -> None:
@@ -38,6 +38,27 @@ def test_a_line_of_another_disk_is_not_ours_because_we_are_mounted_over_it(bench
         "UUID=gone /home ext4",
         "/home/swap none swap",
     ]
+
+
+@pytest.mark.parametrize("source", ["nas:/share", "//nas/share", "tmpfs", "/srv/share"])
+def test_a_line_without_a_device_is_not_a_disks(bench, source: str) -> None:
+    bench.disk()
+    _host.write("/etc/fstab", f"/dev/nvme1n1 /share xfs\n{source} /share none\n")
+    assert _fstab_entries.lines_of(["nvme1n1"], ["/share"]) == ["/dev/nvme1n1 /share xfs"]
+
+
+def test_a_password_in_the_file_stays_hidden(tree: Path) -> None:
+    _host.write("/etc/fstab", "//nas/x /nas cifs password=S\nb /share ext4\n", mode=0o600)
+
+    def modes() -> set[int]:
+        return {file.stat().st_mode & 0o777 for file in _host.path("/etc").iterdir()}
+
+    _fstab_entries.disable(["b /share ext4"], backup="/etc/fstab.backup")
+    assert modes() == {0o600}
+    _fstab_entries.enable(["b /share ext4"])
+    assert modes() == {0o600}
+    _fstab_entries.remove(["b /share ext4"], backup="/etc/fstab.other")
+    assert modes() == {0o600}
 
 
 def test_only_the_named_lines_are_put_out_of_force(tree: Path) -> None:

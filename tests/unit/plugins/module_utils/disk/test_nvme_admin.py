@@ -38,6 +38,13 @@ def test_identity_and_capabilities_come_from_identify(bench) -> None:
         ({"oacs": 0x2, "fna": 0x2}, "user_data_erase", True),
         ({"oacs": 0x2, "fna": 0x2, "active": (1, 2)}, "user_data_erase", False),
         ({"oacs": 0x2, "fna": 0x5, "active": (1, 2)}, "crypto_erase", False),
+        # Namespaces that are detached, or attached to another controller only, are not active.
+        ({"oacs": 0xA, "fna": 0x5, "allocated": (1, 2)}, "crypto_erase", False),
+        ({"oacs": 0xA, "fna": 0x2, "allocated": (1, 2)}, "user_data_erase", False),
+        ({"oacs": 0xA, "fna": 0x2, "allocated": (1,)}, "user_data_erase", True),
+        ({"oacs": 0xA, "fna": 0x2}, "user_data_erase", False),
+        ({"oacs": 0xA, "fna": 0x4}, "crypto_erase", True),
+        ({"oacs": 0xA, "fna": 0x1}, "zero_fill", True),
         ({"oacs": 0x0, "active": (1, 2)}, "discard", True),
         ({"oacs": 0x0, "active": (1, 2)}, "zero_fill", True),
     ],

@@ -4,9 +4,17 @@ import json
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _slice_mode
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _change,
+    _host,
+    _host_mode,
+    _ledger,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _proof
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +22,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.covers("HOST-9")
 
 MIB = 1 << 20
-DISK = "eui.5e0000000000a000"
+DISK, OTHER = "eui.5e0000000000a000", "eui.5e0000000000a001"
 
 
 @given(
@@ -118,6 +126,76 @@ def test_an_old_transition_does_not_stand_in_for_a_lost_wipe_proof(tree: Path) -
     _ledger.mark_dirty("slot-0", fence=1, disk_identity=DISK)
     _ledger.mark_clean("slot-0", fence=1, disk_identity=DISK, proof={})
     assert _proof.standing(DISK) is None
+
+
+def slice_mode(state: str = "present", profile: str = "lab") -> _change.Outcome:
+    params = {"state": state, "profile": profile}
+    return _change.drive(_slice_mode.SUBJECT, params, check_mode=False)
+
+
+@pytest.mark.covers("HOST-15", "I5")
+def test_no_proof_outlives_the_hosts_time_as_an_ordinary_machine(tree: Path) -> None:
+    """Its operator may have used any disk meanwhile, and the ledger does not have that."""
+    assert slice_mode().done == ["write_file"]
+    _proof.record(DISK, proof(_host.now()), manifest="/var/log/gpuaas/taken.txt")
+    _ledger.mark_clean("slot-1", fence=1, disk_identity=OTHER, proof=proof("9") | {"disk": OTHER})
+    assert slice_mode(profile="other").done == ["write_file"]
+    assert _proof.standing(DISK) and _proof.standing(OTHER), "it was a slice host all the time"
+    # The sale of the whole machine relies on the proofs, and wipes the disks first.
+    assert slice_mode("absent").done == ["remove_file"]
+    assert _proof.standing(DISK) and _proof.standing(OTHER)
+    back = slice_mode()
+    assert back.done == ["end_proofs", "write_file"]
+    assert back.plan.steps[0].before == ["slot-1", DISK]
+    assert (_proof.standing(DISK), _proof.standing(OTHER)) == (None, None)
+    assert (_ledger.takeover(DISK) or {})["manifest"] == "/var/log/gpuaas/taken.txt"
+    assert _ledger.load("slot-1").fence == 1
+    _proof.record(DISK, proof(_host.now()))
+    assert not slice_mode().changed
+    assert _proof.standing(DISK) is not None
+
+
+@pytest.mark.covers("HOST-15", "I5")
+@pytest.mark.parametrize("marker", [None, "not json", '{"mode": "baremetal"}'])
+def test_no_interruption_makes_a_slice_host_with_old_proofs(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, marker: str | None
+) -> None:
+    if marker is not None:
+        _host.write(_host_mode.MARKER, marker)
+    for disk in (DISK, OTHER):
+        _proof.record(disk, {**proof(_host.now()), "disk": disk})
+    write, left = _host.write, [1]
+
+    def interrupted(path: str, *given: Any, **named: Any) -> None:
+        if not left:
+            raise OSError("no space left on device")
+        left.pop()
+        write(path, *given, **named)
+
+    monkeypatch.setattr(_host, "write", interrupted)
+    assert slice_mode().failure is not None
+    assert not _host_mode.is_slice()
+    monkeypatch.setattr(_host, "write", write)
+    assert slice_mode().done == ["end_proofs", "write_file"]
+    assert (_proof.standing(DISK), _proof.standing(OTHER)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        (f"{_ledger.PROOFS}/{DISK}.json", "proof_unreadable"),
+        (f"{_ledger.DIRECTORY}/slot-0.json", "ledger_unreadable"),
+    ],
+)
+def test_a_host_with_an_unreadable_proof_is_not_put_into_slice_mode(
+    tree: Path, path: str, code: str
+) -> None:
+    _host.write(path, "{")
+    with pytest.raises(Refusal) as caught:
+        slice_mode()
+    assert caught.value.code == code and not _host_mode.is_slice()
+    # Slice mode can always be ended.
+    assert slice_mode("absent").failure is None
 
 
 def test_a_wipe_also_answers_for_a_slot_that_is_not_used_any_more(tree: Path) -> None:
