@@ -61,7 +61,7 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     (tmp_path / "racadm").symlink_to(ROOT / "tests" / "standin" / "racadm")
     state = tmp_path / "racadm-state.json"
     state.write_text('{"power": 1}')
-    allowed = {"slice_apply": True, "slice_allow_reboot": True}
+    allowed: dict[str, object] = {"slice_apply": True, "slice_allow_reboot": True}
     code, result = play(tmp_path, **allowed, slice_approved_plan=f"sha256:{'0' * 64}")
     assert (code, result["error"]["code"]) == (2, "plan_changed")
     plan = firmware.approvable(result["evidence"]["bios"]["differences"])
@@ -81,9 +81,12 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
         ("jobqueue", "create", "BIOS.Setup.1-1", "-r", "pwrcycle", "-s", "TIME_NOW"),
     ):
         subprocess.run([tmp_path / "racadm", *words], check=True, capture_output=True)
-    _code, result = play(tmp_path, slice_apply=False, slice_allow_reboot=False)
+    # As `-e slice_apply=false` gives it: a text.
+    _code, result = play(tmp_path, slice_apply="false", slice_allow_reboot="true")
+    assert json.loads(state.read_text())["cycles"] == 1
     plan = firmware.approvable(result["evidence"]["bios"]["differences"])
     assert [step["name"] for step in plan["differences"]] == ["finish_job"]
+    allowed = {"slice_apply": "true", "slice_allow_reboot": "true"}
     code, result = play(tmp_path, **allowed, slice_approved_plan=plan["digest"])
     assert (code, result["evidence"]["bios"]["settled"]) == (0, True)
     assert json.loads(state.read_text())["cycles"] == 2

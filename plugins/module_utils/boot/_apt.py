@@ -18,6 +18,9 @@ _PAUSE_S = 2.0
 # apt cannot open (wrong user, missing folder, read-only medium) gives "are you root?" instead, and
 # apt is then not retried.
 _HELD = ("Could not get lock", "is another process using it?")
+# A dpkg that was killed, as by a loss of power, leaves packages half configured.
+_BROKEN = "dpkg was interrupted"
+_MEND = ("dpkg", "--configure", "--pending", "--force-confold", "--force-confdef")
 
 # apt-cache would otherwise write a package cache; a read must leave nothing behind.
 _LOOK = ("Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=")
@@ -27,9 +30,10 @@ def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None
     """Run `apt-get` with `words`; settings: apt's own, as `NAME=VALUE`.
 
     apt itself waits for dpkg's lock, but fails at once on the locks of its lists and cache. This
-    function waits for those two. Raises Refusal `apt_locked` after `wait` seconds.
+    function waits for those two. Raises Refusal `apt_locked` after `wait` seconds. What a killed
+    dpkg left is configured first, once.
     """
-    until = time.monotonic() + wait
+    until, mended = time.monotonic() + wait, False
     while True:
         left = max(0, round(until - time.monotonic()))
         argv = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet"]
@@ -37,6 +41,12 @@ def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None
         try:
             _command.run([*argv, *words], timeout=_WORK_S + left)
         except Refusal as refusal:
+            if refusal.code == "command_failed" and _BROKEN in refusal.found and not mended:
+                mended = True
+                _command.run(
+                    ["env", "DEBIAN_FRONTEND=noninteractive", *_MEND], timeout=_WORK_S + left
+                )
+                continue
             if refusal.code != "command_failed" or not any(has in refusal.found for has in _HELD):
                 raise
             if time.monotonic() + _PAUSE_S > until:

@@ -25,6 +25,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenanc
 
 SETTINGS = "/etc/gpuaas/vfio-binding.json"
 _DRIVER = "/sys/bus/pci/drivers/vfio-pci"
+# Classes of storage and of network ports.
+_OF_HOST = ("01", "02")
 
 Params = Mapping[str, Any]
 
@@ -106,14 +108,19 @@ def to_bind(params: Params, state: State) -> list[str]:
 
 
 def companions(address: str, state: State) -> list[str]:
-    """The card's other functions in the group: a GPU's audio function goes with the GPU."""
+    """The card's other functions in the group: a GPU's audio function goes with the GPU. Ports and
+    disks do not, nor the card of a virtual function: they are the host's.
+    """
     device = state.devices.get(address)
-    if device is None:
+    if device is None or device.physfn:
         return []
     return [
         other.address
         for other in _members(device, state)
-        if other.slot == device.slot and other != device and not other.is_bridge
+        if other.slot == device.slot
+        and other != device
+        and not other.is_bridge
+        and not other.class_code.startswith(_OF_HOST)
     ]
 
 
@@ -384,9 +391,12 @@ def _users(device: _pci.Device, held: Mapping[str, list[str]]) -> list[str]:
 
 
 def _interface_users(name: str) -> list[str]:
-    """Users of a network interface: an address or a master means host traffic."""
-    if _host.path(f"/sys/class/net/{name}/master").exists():
+    """Users of a network interface: an address, a master or a VLAN on it means host traffic."""
+    folder = _host.path(f"/sys/class/net/{name}")
+    if (folder / "master").exists():
         return [f"interface {name} belongs to a bridge or bond"]
+    if above := sorted(link.name.removeprefix("upper_") for link in folder.glob("upper_*")):
+        return [f"interface {name} carries {', '.join(above)}"]
     shown = json.loads(_command.run(["ip", "-j", "address", "show", "dev", name]).out or "[]")
     addresses = [
         f"{info.get('local')}/{info.get('prefixlen')}"

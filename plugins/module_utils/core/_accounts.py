@@ -40,6 +40,13 @@ def users() -> list[User]:
     return parsed
 
 
+def groups() -> dict[str, int]:
+    """The number of each group; malformed lines are skipped."""
+    lines = (_host.kept("/etc/group") or "").splitlines()
+    fields = [line.split(":") for line in lines]
+    return {words[0]: int(words[2]) for words in fields if len(words) == 4 and words[2].isdigit()}
+
+
 def named(name: str) -> User | None:
     """The account of that name."""
     return next((user for user in users() if user.name == name), None)

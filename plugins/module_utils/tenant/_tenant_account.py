@@ -79,13 +79,17 @@ def home_of(name: str) -> str:
 
 def taken(name: str, uid: int) -> list[Refusal]:
     """Reasons why the account cannot be the tenant's: another account has its name, number or
-    home.
+    home, or a group has its name, without which no account of that name can be made.
     """
+    users = _accounts.users()
     texts = [
         f"{user.name} has uid {user.uid}"
-        for user in _accounts.users()
+        for user in users
         if (user.name == name) is not (user.uid == uid)
     ]
+    own = [user.gid for user in users if (user.name, user.uid) == (name, uid)]
+    if (group := _accounts.groups().get(name)) is not None and group not in own:
+        texts.append(f"the group {name} has gid {group}")
     home = home_of(name)
     if os.path.lexists(_host.path(home)) and not _owns(home, uid):
         texts.append(f"{home} belongs to another user")
@@ -94,7 +98,7 @@ def taken(name: str, uid: int) -> list[Refusal]:
             "account_taken",
             expected=f"the user {name} with uid {uid} and its home, or none of them",
             found=text,
-            remedy="launch with another user name, or remove the account from the host",
+            remedy="launch with another user name, or remove the account or group from the host",
         )
         for text in texts
     ]

@@ -286,6 +286,21 @@ def test_a_name_of_somebody_else_is_never_touched(accounts: Accounts, name: str)
     assert accounts.calls == [] and (accounts.tree / "home/ops").is_dir()
 
 
+def test_a_group_of_that_name_is_found_before_anything_is_done(accounts: Accounts) -> None:
+    """`useradd --user-group` fails for it, and in a launch that is after the wipe."""
+    groups = accounts.tree / "etc/group"
+    groups.write_text("broken\nadm:x:4:syslog\n")
+    refusal = drive("present", username="adm").failure
+    assert refusal is not None
+    assert (refusal.code, refusal.found) == ("account_taken", "the group adm has gid 4")
+    assert accounts.calls == []
+    # The group that comes with the tenant's own account is none of another one.
+    drive("present")
+    gid = next(line for line in accounts.passwd if line.startswith("alice:")).split(":")[3]
+    groups.write_text(f"adm:x:4:syslog\nalice:x:{gid}:\n")
+    assert drive("present").failure is None
+
+
 def test_a_home_of_somebody_who_left_is_not_taken_over(accounts: Accounts) -> None:
     accounts.create("home/alice", folder=True, uid=1001)
     assert code("present") == "account_taken"

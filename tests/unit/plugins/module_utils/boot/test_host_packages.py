@@ -73,6 +73,21 @@ def test_a_package_that_apt_did_not_bring_is_no_success(script: Any) -> None:
     assert outcome.failure.code == "verify_failed"
 
 
+@pytest.mark.parametrize("mended", [True, False])
+def test_what_a_killed_dpkg_left_is_configured_once(script: Any, mended: bool) -> None:
+    broken = "E: dpkg was interrupted, you must manually run 'dpkg --configure -a'"
+    script.on(*QUERY, "ovmf", rc=1)
+    script.on(*APT, LOCK, "update").on(*install("ovmf"), rc=100, err=broken)
+    mend = ("env", "DEBIAN_FRONTEND=noninteractive", *_apt._MEND)
+    if mended:
+        script.on(*mend).on(*install("ovmf")).on(*QUERY, "ovmf", out="installed ovmf\n")
+        assert drive("ovmf").failure is None
+    else:
+        script.on(*mend).on(*install("ovmf"), rc=100, err=broken)
+        assert broken in drive("ovmf").failure.found
+    assert script.calls.count(mend) == 1
+
+
 def test_what_apt_does_not_have_is_named_and_stops_nothing(script: Any) -> None:
     """Like rshim on a stock Debian 12: unknown to apt, and in no list of a mirror."""
     script.on(*QUERY, "zstd", "rshim", rc=1).on(

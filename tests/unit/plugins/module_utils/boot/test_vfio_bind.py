@@ -157,6 +157,28 @@ def test_an_interface_in_a_bridge_is_not_taken(pci: Any) -> None:
     assert refused(drive(VF)) == "device_busy"
 
 
+def test_an_interface_below_a_vlan_is_not_taken(pci: Any) -> None:
+    pci.add(PF, "8086:10c9", group=8, totalvfs=7, driver="igb")
+    pci.store(f"/sys/bus/pci/devices/{PF}/sriov_numvfs", "1")
+    pci._bind(VF, "igbvf")
+    (pci.interface("eth9", VF) / "upper_eth9.100").mkdir()
+    assert refused(drive(VF)) == "device_busy"
+
+
+def test_no_port_of_the_host_goes_with_a_function_of_its_card(pci: Any) -> None:
+    """A firmware that has lost ACS puts the whole card into one group. At boot the ports have no
+    address yet.
+    """
+    card = "0000:ca:00.{}"
+    kinds = {"class_code": "020000", "driver": "mlx5_core", "group": 7}
+    pci.add(card.format(0), "15b3:1021", **kinds).add(card.format(1), "15b3:1021", **kinds)
+    pci.add(card.format(2), "15b3:101e", **kinds, physfn=card.format(0))
+    pci.add(GPU, group=9, driver="nouveau")
+    remember(card.format(2), GPU)
+    assert _vfio_bind.boot(_vfio_bind.SETTINGS) != 0
+    assert [pci.driver(card.format(number)) for number in range(3)] == ["mlx5_core"] * 3
+
+
 def test_exclusive_gives_back_what_is_no_longer_approved(pci: Any) -> None:
     pci.add(GPU, group=7, driver="nouveau").add(OTHER, group=9, driver="nouveau")
     drive(GPU, OTHER)
