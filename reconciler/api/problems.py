@@ -70,7 +70,7 @@ _SLOTS = """
     duplicate_mac duplicate_slot_index fabric_not_vf gate_closed gpu_link_degraded gpu_unproven
     identity_mismatch ip_invalid mac_invalid numa_cpus_exceeded numa_hugepages_exceeded
     numa_memory_exceeded numa_mismatch proof_class_refused proof_mismatch
-    proof_missing proof_unverified slot_in_use slot_not_blocked
+    proof_missing proof_unverified slot_in_use slot_not_blocked slot_withdrawn
 """
 _ALLOCATIONS = """
     absence_unproven allocation_active allocation_baremetal allocation_busy

@@ -38,7 +38,7 @@ _LIMITS = {
     "tcp_user_timeout": "25s",
 }
 # The same of our side of the connection, for a server that does not answer.
-_LINK = {
+LINK = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -112,7 +112,7 @@ def _limits(url: sa.URL) -> dict[str, Any]:
     options = [f"-c {name}={value}" for name, value in _LIMITS.items()]
     given = url.query.get("options", ())
     options += [given] if isinstance(given, str) else given
-    link = {name: value for name, value in _LINK.items() if name not in url.query}
+    link = {name: value for name, value in LINK.items() if name not in url.query}
     return {**link, "options": " ".join(options)}
 
 

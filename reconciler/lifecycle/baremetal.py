@@ -231,10 +231,18 @@ def queue_release(
 ) -> Task:
     """Queue the task that cleans the machine, under a new fence. An open release task is returned.
 
-    written_off: disks, by their names in the host's ledger, that need no proof.
+    written_off: disks, by their names in the host's ledger, that need no proof. Problem
+    `allocation_releasing` if the open task has others.
     """
     for task in queue.open_of_allocation(conn, allocation.id):
         if task.kind == TaskKind.BAREMETAL_RELEASE:
+            if written_off and task.parameters.get("written_off") != list(written_off):
+                raise Problem(
+                    "allocation_releasing",
+                    expected="no clean-up under way, or one that writes the same disks off",
+                    found=f"task {task.id}, {task.state}",
+                    remedy="wait until it has ended, or cancel it, then ask again",
+                )
             return task
     named = {key: getattr(allocation, key) for key in ("id", "username")}
     fence = next_node_fence(conn, allocation.node_id)
@@ -313,8 +321,7 @@ def _never_in(conn: sa.Connection, allocation_id: str, step: str) -> bool:
     """Whether a provision failed before its tenant can have entered. An earlier attempt may have
     let the tenant in, and then every report of the host is in doubt.
     """
-    tasks = queue.every(conn, allocation_id=allocation_id)
-    return step in BEFORE_THE_TENANT and all(task.attempt <= 1 for task in tasks)
+    return step in BEFORE_THE_TENANT and not queue.past(conn, allocation_id).repeated
 
 
 def release_succeeded(
@@ -393,7 +400,7 @@ def left_behind(
     allocation = rows.get(conn, Allocation, allocation_id)
     if allocation.capacity_shape != CapacityShape.BAREMETAL:
         return False
-    if not any(task.started_at for task in queue.every(conn, allocation_id=allocation_id)):
+    if not queue.past(conn, allocation_id).begun:
         return False
     node_id = allocation.node_id
     node_records.update(conn, node_id, unclean_allocation_id=allocation_id)
@@ -419,6 +426,7 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
 
     without_dead_disks: write off disks that the latest discovery lacks, instead of waiting.
     """
+    node_records.require_enrolled(conn, node_id)
     node = rows.get(conn, Node, node_id, lock=True)
     allocation_id = node.unclean_allocation_id or (
         node.health_detail.get("allocation_id", "")
@@ -458,9 +466,9 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
 def _dead_disks(conn: sa.Connection, node_id: str, allocation_id: str, act: Act) -> list[str]:
     """The tenant's disks missing from a discovery newer than all tasks of the allocation."""
     require_reason(act, gate.WHY_GIVEN_UP)
-    ended = [task.finished_at or 0.0 for task in queue.every(conn, allocation_id=allocation_id)]
+    ended = queue.past(conn, allocation_id).finished_at
     disks = claim_of(conn, allocation_id).disks
-    dead = slot_life.dead_disks(conn, node_id, disks, max(ended, default=0.0))
+    dead = slot_life.dead_disks(conn, node_id, disks, ended)
     if not dead:
         raise Problem(
             "disk_present",

@@ -9,13 +9,16 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import NODE_MODE, advance
+from reconciler.db.rows import Page
 from reconciler.db.schema import (
     Allocation,
     Discovery,
     Node,
     Parity,
+    StateChange,
     Task,
     claims,
+    history,
     nodes,
     slots,
     tasks,
@@ -38,6 +41,8 @@ from reconciler.trust.certificates import read_certificate
 TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY)
 # Step in the health detail of a node with a fault that its discovery shows.
 _DISCOVERY = "discovery"
+# Key in the evidence of a drain that maintenance has made: the kind of its task.
+DRAINED = "maintenance"
 # Machine ids that are kept of a tenant's installation, which may report another one each time.
 _MOST_TENANT_IDS = 16
 
@@ -135,9 +140,31 @@ def bootstrapped(
     node = node_records.get(conn, id)
     if node.state == NodeState.BOOTSTRAPPING:
         node = advance(conn, Node, id, "bootstrap", act)
+        if kept := _taken_out(conn, id):
+            why = act.because(f"still out of use: {kept.reason}", kept.evidence)
+            node = advance(conn, Node, id, "drain", why)
+            if kept.event == "maintain":
+                node = advance(conn, Node, id, "maintain", why)
     if node.mode == NodeMode.CONVERTING_TO_SLICE:
         node = advance(conn, NODE_MODE, id, "converted", act)
     return node
+
+
+def _taken_out(conn: sa.Connection, id: str) -> StateChange | None:
+    """The drain or maintenance of a person, or the hold of an open BIOS job, that no person has
+    ended. A new installation does not end it.
+    """
+    events = ("drain", "maintain", "resume")
+    query = sa.select(history).where(
+        history.c.entity == "node", history.c.entity_id == id, history.c.event.in_(events)
+    )
+    for row in rows.every(conn, query.order_by(history.c.id.desc()), StateChange):
+        if row.event == "resume":
+            return None
+        # A limit of time has passed, or a restart was under way: neither was meant to last.
+        if not row.evidence.keys() & {"deadline", DRAINED}:
+            return row
+    return None
 
 
 def learn_fabric(conn: sa.Connection, id: str, act: Act, *, interface: str, address: str) -> Node:
@@ -560,7 +587,7 @@ def queue_renewal(conn: sa.Connection, settings: Settings, node_id: str, act: Ac
     must get the same certificate. It takes effect once the host has it.
     """
     certificate = certificates.current(conn, node_id)
-    for task in task_queue.every(conn, node_id=node_id, kind=TaskKind.NODE_ENROL, limit=1):
+    for task in task_queue.every(conn, node_id=node_id, kind=TaskKind.NODE_ENROL, page=Page(1)):
         if task.finished_at is None:
             return task
     signed = ca.certify_host(ca.open_trust(settings.state_dir), certificate.public_key, node_id)

@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import journal, locks, rows
+from reconciler.db.rows import Page
 from reconciler.db.schema import Claim, Node, Task, claims, history
 from reconciler.lifecycle import gate, host, power
 from reconciler.model import firmware
@@ -31,9 +32,8 @@ from reconciler.records import nodes, queue, slots
 
 Guests = list[dict[str, Any]]
 
-# Keys in the evidence of a drain: the kind of the task for which maintenance has made it, and the
-# task whose BIOS job may still restart the host.
-_DRAINED, _HELD = "maintenance", "open_bios_job"
+# Key in the evidence of a drain: the task whose BIOS job may still restart the host.
+_HELD = "open_bios_job"
 _REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
 
 
@@ -136,23 +136,31 @@ def hold(conn: sa.Connection, task: Task, act: Act) -> None:
     )
     if node.state == NodeState.READY:
         host.drain(conn, node.id, why)
-    elif _DRAINED in _last_drain(conn, node):
+    elif host.DRAINED in _last_drain(conn, node):
         journal.remark(conn, "node", node, why, "drain")
 
 
 def drain(conn: sa.Connection, id: str, act: Act) -> Node:
     """Stop accepting new work. A node that maintenance has drained stays so after its proof."""
     node = rows.get(conn, Node, id, lock=True)
-    if node.state != NodeState.DRAINING or not _last_drain(conn, node) & {_DRAINED, _HELD}:
+    if node.state != NodeState.DRAINING or not _last_drain(conn, node) & {host.DRAINED, _HELD}:
         return host.drain(conn, id, act)
     journal.remark(conn, "node", node, act, "drain")
     journal.audit(conn, act, "admin.node.drain", "node", id)
     return node
 
 
+def resume(conn: sa.Connection, id: str, act: Act) -> Node:
+    """Accept work again. Refused until a restart of the host is over: launches would only fail."""
+    rows.get(conn, Node, id, lock=True)
+    for task in _open(conn, id):
+        raise _under_way(task)
+    return host.resume(conn, id, act)
+
+
 def awaits_proof(conn: sa.Connection, node: Node) -> bool:
     """Whether maintenance that is over has drained the node, and no operator has since."""
-    drained = node.state == NodeState.DRAINING and _DRAINED in _last_drain(conn, node)
+    drained = node.state == NodeState.DRAINING and host.DRAINED in _last_drain(conn, node)
     return drained and not _open(conn, node.id)
 
 
@@ -184,12 +192,7 @@ def _begin(
     for task in _open(conn, node.id):
         if task.kind == kind and task.parameters == parameters:
             return task
-        raise Problem(
-            "maintenance_under_way",
-            expected="no other restart of this node",
-            found=f"{task.kind} {task.id}, {task.state}",
-            remedy="wait until it has ended, or cancel it, then ask again",
-        )
+        raise _under_way(task)
     if not node.boot_id:
         raise Problem(
             "boot_unknown",
@@ -198,7 +201,7 @@ def _begin(
             remedy=f"run `gpuaas nodes discover {node.id}`, then try again",
         )
     if _sells_slices(conn, node):
-        why = act.because(act.reason, {**act.evidence, _DRAINED: kind.value})
+        why = act.because(act.reason, {**act.evidence, host.DRAINED: kind.value})
         if node.state == NodeState.READY:
             host.drain(conn, node.id, why)
         elif kind == TaskKind.NODE_FIRMWARE and _HELD in _last_drain(conn, node):
@@ -212,6 +215,15 @@ def _open(conn: sa.Connection, node_id: str) -> list[Task]:
     """Maintenance of the node that has not ended."""
     kinds = (TaskKind.NODE_REBOOT, TaskKind.NODE_FIRMWARE)
     return [task for task in queue.open_of_node(conn, node_id) if task.kind in kinds]
+
+
+def _under_way(task: Task) -> Problem:
+    return Problem(
+        "maintenance_under_way",
+        expected="no restart of this node under way",
+        found=f"{task.kind} {task.id}, {task.state}",
+        remedy="wait until it has ended, or cancel it, then ask again",
+    )
 
 
 def _guests(conn: sa.Connection, node_id: str) -> Guests:
@@ -275,7 +287,7 @@ def _latest_plan(conn: sa.Connection, node_id: str) -> dict[str, Any]:
 
     A task that changed the settings outdates the plans before it.
     """
-    for task in queue.every(conn, node_id=node_id, kind=TaskKind.NODE_FIRMWARE, limit=2):
+    for task in queue.every(conn, node_id=node_id, kind=TaskKind.NODE_FIRMWARE, page=Page(2)):
         apply = task.parameters.get("apply")
         if apply and task.state in queue.OPEN:
             # The same request, sent again.

@@ -19,7 +19,7 @@ from reconciler.db.schema import (
 )
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import AllocationState, TaskKind
+from reconciler.model.states import AllocationState, CapacityShape, TaskKind
 from reconciler.records.queue import OPEN
 
 HOUR_S = 3_600
@@ -170,11 +170,13 @@ def _count(conn: sa.Connection, records: list[Allocation], now: float) -> dict[s
 
 
 def _stranded(row: Allocation) -> bool:
-    """Whether its release waits for an operator, which is no use of its tenant unless that caused
-    it: else machine after machine could be kept from others.
+    """Whether the release of a slice waits for an operator, which is no use of its tenant unless
+    that caused it: else machine after machine could be kept from others. The tenant of a whole
+    machine is root, who can make any release fail.
     """
     failed = row.state == AllocationState.RELEASING and bool(row.error)
-    return failed and row.error.get("code") not in _LEFT_BY_TENANT
+    whole = row.capacity_shape == CapacityShape.BAREMETAL
+    return failed and not whole and row.error.get("code") not in _LEFT_BY_TENANT
 
 
 def _actions(conn: sa.Connection, records: list[Allocation]) -> int:

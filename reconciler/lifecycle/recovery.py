@@ -15,7 +15,7 @@ from reconciler.db.journal import ENTITIES, Overdue, advance
 from reconciler.db.rows import Record
 from reconciler.db.schema import Allocation, Node, Proof, Slot, Task, allocations
 from reconciler.db.schema import slots as slot_table
-from reconciler.lifecycle import baremetal, gate, guest_pool, ingress, slices
+from reconciler.lifecycle import baremetal, gate, guest_pool, host, ingress, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.slices import move_claims
 from reconciler.model.act import Act, require_reason
@@ -36,6 +36,7 @@ from reconciler.model.states import (
     ProofKind,
     SlotState,
     TaskKind,
+    TaskState,
 )
 from reconciler.records import proofs, reports
 from reconciler.records import queue as task_queue
@@ -141,6 +142,7 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
             found=str(slot.status),
             remedy="nothing to repair; disable and enable it to have its gate judged again",
         )
+    host.require_slice_mode(conn, slot.node_id)
     # A slot that is sold under a live claim would refuse every launch placed there.
     holder = slot_life.require_claim_ended(conn, slot_id)
     journal.audit(conn, act, "admin.slot.repair", "slot", slot_id)
@@ -190,6 +192,12 @@ def _expire(conn: sa.Connection, overdue: Overdue, act: Act, holder: str) -> boo
             slot, act = rows.get(conn, Slot, overdue.id, lock=True), slices.about(act, holder)
             slices.block(conn, slot, holder, act, step="deadline", error=error)
     elif overdue.entity == "node":
+        if any(
+            (task.kind, task.state) == (TaskKind.NODE_BOOTSTRAP, TaskState.RUNNING)
+            for task in task_queue.open_of_node(conn, overdue.id)
+        ):
+            # Its run has a deadline of its own.
+            return False
         advance(conn, Node, overdue.id, overdue.event, act)
     else:
         return False
@@ -355,6 +363,8 @@ def _remove_orphan(
             found=f"one that is {allocation.state}",
             remedy="release it, or recover it",
         )
+    # A whole machine's tenant has the disks of all slots.
+    host.require_slice_mode(conn, slot.node_id)
     holder = last_holder(conn, slot.id)
     if slot.status == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
         _require_orphan_block(conn, slot)

@@ -23,7 +23,7 @@ from reconciler.model.act import Act, require_reason
 from reconciler.model.errors import Problem
 from reconciler.model.recovery import Move, Progress, next_move
 from reconciler.model.states import OPEN_CASES, AllocationState, RecoveryState, SlotState
-from reconciler.records import leasing, queue
+from reconciler.records import leasing, nodes, queue
 from reconciler.records import recovery_cases as case_records
 from reconciler.records.claims import held_slots
 
@@ -63,6 +63,7 @@ def open_case(
             return _adopt(conn, case, act)
         held = held_slots(conn, allocation_id)
         recovery.refuse(allocation, held)
+        nodes.require_enrolled(conn, allocation.node_id)
         require_reason(act, "say why the allocation is recovered")
         steps = [
             _step("allocation", {"state": allocation.state, "error": allocation.error}),

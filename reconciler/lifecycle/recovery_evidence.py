@@ -9,10 +9,11 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, rows
 from reconciler.db.schema import RecoveryCase, Slot, slots
+from reconciler.db.schema import proofs as proof_table
 from reconciler.db.schema.base import Row
 from reconciler.lifecycle import gate
 from reconciler.lifecycle.recovery import FORCE_CLEANUP
-from reconciler.model.states import IDLE_SLOTS, SlotState
+from reconciler.model.states import IDLE_SLOTS, ProofKind, SlotState
 from reconciler.records import proofs as proof_records
 from reconciler.records.claims import of_allocation
 
@@ -32,12 +33,30 @@ def slots_of(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
 
 
 def unsold_slots(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
-    """The slots without a later claim. A slot that was sold since has already come back."""
+    """The slots that no later claim or proof has taken over. A slot that was sold since has already
+    come back; one that was written off since, without a proof, has not.
+    """
     claimed = of_allocation(conn, case.allocation_id)
     generations = {claim.slot_id: claim.disk_generation for claim in claimed}
     return [
-        slot for slot in slots_of(conn, case) if slot.disk_generation == generations.get(slot.id)
+        slot
+        for slot in slots_of(conn, case)
+        if (
+            not _came_back(conn, slot, generations.get(slot.id))
+            if slot.retired_at
+            else slot.disk_generation == generations.get(slot.id)
+        )
     ]
+
+
+def _came_back(conn: sa.Connection, slot: Slot, generation: int | None) -> bool:
+    """Whether a disk was proven clean after its claim of this generation."""
+    proven = sa.select(proof_table.c.id).where(
+        proof_table.c.slot_id == slot.id,
+        proof_table.c.disk_generation == generation,
+        proof_table.c.kind == ProofKind.WIPE,
+    )
+    return rows.first(conn, proven) is not None
 
 
 def stuck(slot_rows: Sequence[Slot]) -> str:

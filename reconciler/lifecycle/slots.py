@@ -114,6 +114,13 @@ def disable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
 def enable(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     """Put a slot on sale, now or as soon as its gate opens."""
     with locks.slot(conn, slot_id) as slot:
+        if slot.retired_at:
+            raise Problem(
+                "slot_withdrawn",
+                expected="a slot whose approval stands",
+                found="one that was withdrawn",
+                remedy="approve its devices again (`gpuaas slots approve`); they get a new slot",
+            )
         slot_records.update(conn, slot_id, wanted=SlotState.AVAILABLE.value)
         journal.audit(conn, act, "admin.slot.enabled", "slot", slot_id)
         if slot.status == SlotState.DISABLED and not gate(conn, slot_id):

@@ -19,7 +19,7 @@ from reconciler.db.schema import Allocation, SshKey, allocations, claims, nodes
 from reconciler.db.schema import ssh_keys as ssh_key_table
 from reconciler.model.act import Act, roles_of
 from reconciler.model.errors import Problem, not_found
-from reconciler.model.states import AllocationState, CapacityShape
+from reconciler.model.states import ENDED_ALLOCATIONS, AllocationState, CapacityShape
 from reconciler.records import ssh_keys, tokens
 
 # A key of a member whom only the OpenID provider knows: their groups are unknown until they log in.
@@ -32,6 +32,16 @@ _COLUMNS = (
     *(allocations.c.connection, allocations.c.parameters, allocations.c.requested_by),
     *(allocations.c.owner, allocations.c.created_at),
 )
+
+
+def launched_with(conn: sa.Connection, project_id: str, line: str) -> bool:
+    """Whether a machine of the project that has not ended was launched with this key."""
+    theirs = sa.select(allocations.c.ssh_keys).where(
+        allocations.c.project_id == project_id, allocations.c.state.not_in(ENDED_ALLOCATIONS)
+    )
+    key = ssh_keys.bare(line)
+    given = conn.execute(theirs).scalars()
+    return any(key == ssh_keys.bare(own) for lines in given for own in lines)
 
 
 @dataclass(frozen=True)

@@ -136,13 +136,16 @@ class Findings:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace of a slice on the host. owner: its allocation as the host spells it."""
+    """A trace of a slice on the host. owner: its allocation as the host spells it. exact: it is
+    about its slots only, not about the others that its owner had.
+    """
 
     code: str
     owner: str
     found: str
     slots: tuple[str, ...] = ()
     disk_used: bool = False
+    exact: bool = False
 
 
 def compare(holdings: Mapping[str, Any], records: Records) -> Findings:
@@ -288,7 +291,7 @@ def _orphans(holdings: Mapping[str, Any], records: Records) -> Iterator[Differen
             touched -= set(owner.slots)
             if not touched:
                 continue
-        elif owner is not None:
+        elif owner is not None and not trace.exact:
             touched |= set(owner.slots)
         # A whole id without a record is kept, because an operator needs it to remove the trace.
         name = owner.id if owner else trace.owner if len(trace.owner) == _WHOLE else ""
@@ -354,7 +357,9 @@ def _ledger(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
         slots = (slot.id,) if slot else ()
         if row["allocation_id"]:
             text = f"the ledger's {row['slot_id']} is leased to {row['allocation_id']}"
-            yield Trace("orphan_lease", row["allocation_id"], text, slots, disk_used=True)
+            # The ledger has a lease for each slot, also of a slot that was withdrawn since.
+            owner = row["allocation_id"]
+            yield Trace("orphan_lease", owner, text, slots, disk_used=True, exact=True)
         elif row["dirty"] and slot and slot.idle:
             text = f"the ledger says that {row['disk']} has not been wiped since it was used"
             yield Trace("disk_dirty", "", text, slots, disk_used=True)

@@ -14,14 +14,15 @@ from reconciler.records import queue
 from reconciler.records.claims import of_allocation
 
 ORDER = Order(allocations, ("created_at", "id"), descending=True)
+_TASKS = 100
 # Launches that say how long the next takes.
 _NEWEST = 20
 
 
 def get(conn: sa.Connection, id: str) -> Allocation:
-    """The allocation with an id, its claims and the ids of its tasks, the oldest first."""
+    """The allocation with an id, its claims and the ids of its newest tasks, the oldest first."""
     allocation = rows.get(conn, Allocation, id)
-    newest_first = queue.every(conn, allocation_id=id)
+    newest_first = queue.every(conn, allocation_id=id, page=Page(_TASKS))
     return replace(
         allocation,
         claims=tuple(of_allocation(conn, id)),

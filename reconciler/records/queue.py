@@ -394,10 +394,9 @@ def every(
     allocation_id: str | None = None,
     kind: TaskKind | None = None,
     state: TaskState | None = None,
-    limit: int = 100,
     page: Page | None = None,
 ) -> list[Task]:
-    """Tasks, newest first."""
+    """Tasks, or a page of them, newest first."""
     query = db_rows.where(
         sa.select(tasks),
         tasks,
@@ -406,7 +405,27 @@ def every(
         kind=kind,
         state=state,
     )
-    return db_rows.every(conn, part(query, ORDER, page or Page(limit)), Task)
+    return db_rows.every(conn, part(query, ORDER, page), Task)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What all tasks of an allocation say together; its project can make any number of them.
+
+    begun: one was started. repeated: one had several attempts. finished_at: the last end, 0.0
+    without any.
+    """
+
+    begun: bool
+    repeated: bool
+    finished_at: float
+
+
+def past(conn: sa.Connection, allocation_id: str) -> Past:
+    columns = (tasks.c.started_at, tasks.c.attempt, tasks.c.finished_at)
+    newest = sa.select(*map(sa.func.max, columns)).where(tasks.c.allocation_id == allocation_id)
+    started_at, attempt, finished_at = conn.execute(newest).one()
+    return Past(started_at is not None, (attempt or 0) > 1, finished_at or 0.0)
 
 
 def open_of_allocation(conn: sa.Connection, allocation_id: str) -> list[Task]:

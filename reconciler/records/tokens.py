@@ -414,6 +414,8 @@ def check_host_key(conn: sa.Connection, node_id: str, public_key: str) -> None:
     A host does not prove that it has the private key. It could name the key of its neighbour, and
     replace it by another key at the next enrolment, which would revoke the neighbour's key.
     """
+    # Two hosts that enrol at once would both get a certificate for it.
+    locks.take_turn(conn, f"host key {public_key}")
     query = sa.select(node_certificates).where(node_certificates.c.public_key == public_key)
     for certificate in rows.every(conn, query, NodeCertificate):
         if certificate.revoked_at is not None or certificate.node_id != node_id:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.db import clock, locks
+from reconciler.db import clock, locks, rows
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Node, Task
 from reconciler.inventory.maas import (
@@ -109,7 +109,8 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
     if row.cancel_requested:
         raise canceled("a task that is still wanted", "its cancellation; look at MAAS")
     if not progress.phase:
-        with reading(engine) as conn:
+        # It locks the node's slots, which PostgreSQL refuses in a reading transaction.
+        with transaction(engine) as conn:
             installation.require_free(conn, node, TaskKind(task.kind))
     if progress.began_at and now - progress.began_at > _LONGEST_S:
         raise _late(task, progress)
@@ -321,7 +322,7 @@ def _finish(engine: Engine, task: Task, machine: Machine, progress: Progress) ->
         result = {"system_id": machine.system_id, "status": machine.status_name}
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, act, result=result)
         tokens.end_tickets(conn, task.node_id)
-        node = nodes.get(conn, task.node_id)
+        node = rows.get(conn, Node, task.node_id, lock=True)
         if not progress.phase:
             # Another client has returned it.
             installation.begin(conn, node, TaskKind(task.kind), act)

@@ -311,7 +311,10 @@ def clock_fault(
     except (TrustError, OSError):
         return None
     access = ssh.SshAccess(identity.key, identity.certificate, identity.known_hosts)
-    at = ssh.read_clock(access, NodeAccess(node.id, node.address, node.port, node.ssh_user))
+    # Meanwhile no heartbeat extends the lease of the task.
+    limit_s = settings.task_lease_s / 3
+    there = NodeAccess(node.id, node.address, node.port, node.ssh_user)
+    at = ssh.read_clock(access, there, limit_s)
     with reading(engine) as conn:
         now = clock.read(conn)
     if at is None and settings.launcher == "awx":

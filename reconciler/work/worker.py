@@ -202,18 +202,25 @@ class Worker:
         except Problem as problem:
             # stale_lease: another worker attends now. Other problems recur at the next lease.
             log.warning("task %s left: %s", task.id, problem)
-        except exc.DBAPIError as failure:
-            log.warning("task %s left, the database is away: %s", task.id, failure.orig)
-            with self._lock:
-                self._dropped.append(task)
-        except Exception:
-            log.exception("task %s left by an error of the worker; its lease will end", task.id)
+        except Exception as failure:
+            if isinstance(failure, exc.DBAPIError) and _is_away(failure):
+                log.warning("task %s left, the database is away: %s", task.id, failure.orig)
+                with self._lock:
+                    self._dropped.append(task)
+            else:
+                log.exception("task %s left by an error of the worker; its lease will end", task.id)
         finally:
             with self._lock:
                 self._busy.discard(task.id)
             # Only after success: a failing task would otherwise be retried without a pause.
             if ended:
                 self._wake.set()
+
+
+def _is_away(failure: exc.DBAPIError) -> bool:
+    """Whether the database is away. A statement that it refuses fails again at once."""
+    gone = isinstance(failure, exc.OperationalError | exc.InterfaceError)
+    return gone or failure.connection_invalidated
 
 
 def _is_dead(pid: int) -> bool:

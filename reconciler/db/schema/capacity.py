@@ -214,6 +214,7 @@ class Claim(StateRow, BundleRow):
     "allocation",
     sa.Index("ix_allocations_project_id", "project_id"),
     sa.Index("ix_allocations_node_id", "node_id"),
+    partial("ix_allocations_deadline_at", "deadline_at", where="deadline_at IS NOT NULL"),
 )
 class Allocation(StateRow):
     """An allocation: the capacity that a tenant requested and has."""

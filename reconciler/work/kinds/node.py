@@ -83,7 +83,8 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         task_id=work.task.id,
         observed_at=work.task.started_at,
     )
-    if (work.node.mode, work.node.state) == (NodeMode.BAREMETAL, NodeState.BOOTSTRAPPING):
+    node = nodes.get(work.conn, work.task.node_id)
+    if (node.mode, node.state) == (NodeMode.BAREMETAL, NodeState.BOOTSTRAPPING):
         # A bare-metal machine needs no preparation beyond certificate, contact and discovery.
         act = work.act.because("an ordinary machine, discovered")
         identity, began = document["identity"], work.task.started_at
@@ -174,7 +175,8 @@ def convert_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     host.observed(
         work.conn, work.task.node_id, act, identity=evidence["identity"], began=work.task.started_at
     )
-    if work.node.mode == NodeMode.CONVERTING_TO_BAREMETAL:
+    # As it is under the lock that the observation took: an operator may have turned it round.
+    if nodes.get(work.conn, work.task.node_id).mode == NodeMode.CONVERTING_TO_BAREMETAL:
         host.converted(work.conn, work.task.node_id, act)
         drift.forget(work.conn, work.task.node_id, act)
     return evidence

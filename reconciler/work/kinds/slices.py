@@ -279,6 +279,17 @@ def claimed(work: Work) -> dict[str, Any]:
     }
 
 
+def absence_variables(work: Work) -> dict[str, Any]:
+    """As `claimed`, without slots that another allocation has by now: its machine is no trace of
+    this one. All of them if it has kept none, since a run needs one.
+    """
+    every = [
+        claim for claim in claims.of_allocation(work.conn, work.allocation_id) if claim.slot_id
+    ]
+    kept = [claim for claim in every if not claims.taken_over(work.conn, claim)]
+    return {**claimed(work), "slice_slots": claims.run_bundles(kept or every)}
+
+
 def release_variables(work: Work) -> dict[str, Any]:
     limit = work.profile["deadlines"]["shutdown"]
     return {**claimed(work), "slice_shutdown_deadline": limit}
@@ -464,7 +475,7 @@ HANDLERS: dict[str, Handler] = {
         wiped="slice_slots",
         arrange=partitions.leave,
     ),
-    TaskKind.SLICE_ABSENCE_VERIFY: Handler("verify_absent", claimed, absence_succeeded),
+    TaskKind.SLICE_ABSENCE_VERIFY: Handler("verify_absent", absence_variables, absence_succeeded),
     # A failed comparison changes nothing: the content of the host is as unknown as before (I13).
     TaskKind.SLICE_DRIFT_RECONCILE: Handler(
         "reconcile_drift", drift_variables, drift_succeeded, arrange=partitions.look

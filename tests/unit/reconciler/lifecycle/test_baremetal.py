@@ -11,7 +11,7 @@ from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Node, Task
-from reconciler.lifecycle import baremetal, host, launch, maintenance, recovery
+from reconciler.lifecycle import baremetal, host, launch, maintenance, recovery, task_failures
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import explain_machines
@@ -28,6 +28,7 @@ from tests.unit.reconciler.whole_machines import BEFORE, Machines, exclusion_hol
 
 DISKS = [f"disk-5e0000000001a00{number}" for number in (0, 1, 3)]
 ERROR = {"code": "disk_in_use", "found": "held"}
+_KEY = TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY
 
 
 @pytest.fixture
@@ -282,6 +283,68 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         kinds = {proof.kind for proof in wipes.proofs_of_disk(conn, gone)}
         assert kinds <= {"transition"}, "nobody says that it was wiped after its tenant"
         assert allocations.get(conn, key).state == "released"
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_clean_up_under_way_writes_nothing_else_off(machines: Machines) -> None:
+    """Its audit row would tell of a disk that it wipes all the same."""
+    with transaction(machines.engine) as conn:
+        key = machines.active(conn)
+        launch.release(conn, key, machines.act)
+        task = machines.releasing(conn, key)
+        failed = {"fence": task.parameters["fence"], "step": "Wipe the disks", "error": ERROR}
+        assert baremetal.release_failed(conn, key, machines.act, **failed)
+        machines.end(conn, task, TaskState.FAILED)
+        assert baremetal.clean(conn, "m1", machines.act).state == "queued"
+        document = machines.site.document(1)
+        gone = f"eui.{baremetal.claim_of(conn, key).disks[0]['nvme_eui']}"
+        document["nvme"] = [disk for disk in document["nvme"] if disk["identity"] != gone]
+        host.record_discovery(conn, "m1", document, machines.act)
+    with pytest.raises(Problem, match="allocation_releasing"), transaction(machines.engine) as conn:
+        baremetal.clean(conn, "m1", machines.act, without_dead_disks=True)
+
+
+@pytest.mark.covers("CTRL-15", "I12")
+@pytest.mark.parametrize("ending", ["force_release", "cancel"])
+def test_no_number_of_tasks_hides_that_a_tenant_was_there(machines: Machines, ending: str) -> None:
+    """A member makes tasks for a host that does not answer, none of which begins."""
+    with transaction(machines.engine) as conn:
+        key = machines.active(conn)
+        host.lost(conn, "m1", machines.act)
+        for _ in range(120):
+            item = queue.Enqueue(_KEY, "m1", allocation_id=key)
+            queue.enqueue(conn, item, machines.act)
+        if ending == "force_release":
+            recovery.force_release(conn, key, machines.act)
+        else:
+            launch.release(conn, key, machines.act)
+            (task,) = queue.every(conn, kind=TaskKind.BAREMETAL_RELEASE)
+            task_failures.cancel(conn, task.id, machines.act)
+        assert node(conn).unclean_allocation_id == key
+        assert node(conn).health_detail["code"] == "machine_not_clean"
+
+
+@pytest.mark.covers("CTRL-4", "CTRL-15")
+@pytest.mark.parametrize("kept", ["draining", "maintenance"])
+def test_a_machine_that_a_person_took_out_stays_out_over_its_new_installation(
+    machines: Machines, kept: str
+) -> None:
+    why = machines.act.because("its power supply fails")
+    with transaction(machines.engine) as conn:
+        key = machines.active(conn)
+        maintenance.drain(conn, "m1", why)
+        launch.release(conn, key, machines.act)
+        machines.released(conn, key)
+        if kept == "maintenance":
+            host.maintain(conn, "m1", why)
+        machines.reinstall(conn)
+        assert (node(conn).state, node(conn).mode) == (kept, "baremetal")
+        assert "its power supply fails" in node(conn).state_reason
+        assert machines.reasons(conn) == {"m1": f"node_{kept}"}
+        # A person's word ends it, also for the next installation.
+        maintenance.resume(conn, "m1", machines.act)
+        machines.reinstall(conn)
+        assert node(conn).state == "ready"
 
 
 @pytest.mark.covers("CTRL-15")

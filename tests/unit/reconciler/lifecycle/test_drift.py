@@ -386,6 +386,32 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
     compare.sound()
 
 
+def test_a_lease_of_one_slot_leaves_the_other_slots_of_its_owner_on_sale(sold: Site) -> None:
+    """One of two GPUs died: its slot is withdrawn, and the ledger of its host has its lease."""
+    compare = Compared(sold)
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn, 2)
+        first, second = (claim.slot_id for claim in claims.of_allocation(conn, key))
+        document = sold.document(0)
+        dead = slot_records.get(conn, first)
+        document["gpu"] = [g for g in document["gpu"] if g["address"] != dead.gpu_pci_address]
+        host.record_discovery(conn, "n1", document, ADMIN)
+        slot_life.withdraw(conn, first, ADMIN)
+        recovery.repair(conn, second, ADMIN)
+        sold.finish(conn, TaskKind.SLICE_WIPE)
+        given = {second: sold.proofs(conn, key)[second]}
+        assert slices.cleanup_succeeded(
+            conn, key, ADMIN, proofs=given, absence={"absent": True, "checks": {}}
+        )
+    holdings = nothing()
+    lease = {"allocation_id": key, "fence": 1, "disk": dead.nvme_identity, "dirty": True}
+    put(holdings, "leases", slot_id=first, **lease)
+    (row,) = compare(holdings)["differences"]
+    assert (row["code"], row["slot_id"]) == ("orphan_lease", "")
+    with reading(sold.engine) as conn:
+        assert slot_records.get(conn, second).status != "cleanup_blocked"
+
+
 def test_what_concerns_no_slot_is_the_nodes_health(compare: Compared) -> None:
     holdings = nothing()
     put(holdings, "ports", port="gs000000000000", owner="0" * 12)

@@ -13,8 +13,11 @@ from reconciler.lifecycle import gate, host, invariants, launch, recovery, slice
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
-from reconciler.model.states import HealthState, NodeMode, NodeState, TaskKind
+from reconciler.model.states import HealthState, NodeMode, NodeState, TaskKind, TaskState
 from reconciler.records import claims, leasing, nodes, queue, slots
+from reconciler.settings import Settings
+from reconciler.work.handler import Work
+from reconciler.work.kinds import node as kinds
 from tests.unit.reconciler.conftest import Site, code
 
 
@@ -33,6 +36,41 @@ def test_from_enrolment_to_slice_host(site: Site) -> None:
         assert host.enrolled(conn, "n1", site.act, **other).state == "bootstrapping"
         events = [row.event for row in journal.history_of(conn, "node", "n1")]
         assert events == ["create", "enrol", "bootstrap", "enrol"]
+
+
+@pytest.mark.covers("CTRL-12")
+def test_a_limit_of_time_waits_for_a_bootstrap_that_runs(site: Site) -> None:
+    """And takes a node out of use until it is prepared after all."""
+    key = {"machine_id": "m", "host_key": "ssh-ed25519 AAAA"}
+    identity = {**key, "boot_id": "b"}
+    with transaction(site.engine) as conn:
+        nodes.create(conn, site.act, id="n1")
+        host.enrolled(conn, "n1", site.act, **key)
+        queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_BOOTSTRAP, "n1"), site.act)
+        (task,) = leasing.lease(conn, "worker")
+        late = site.late(conn, "node", "n1")
+        assert not recovery.expire(conn, late, site.act)
+        assert nodes.get(conn, "n1").state == "bootstrapping"
+        queue.finish(conn, task.id, task.lease_token, TaskState.FAILED, site.act)
+        assert recovery.expire(conn, late, site.act)
+        assert nodes.get(conn, "n1").state == "maintenance"
+        other = {**key, "host_key": "ssh-ed25519 BBBB"}
+        host.enrolled(conn, "n1", site.act, **other)
+        node = host.bootstrapped(conn, "n1", site.act, identity={**identity, **other})
+        assert node.state == "ready"
+
+
+@pytest.mark.covers("HOST-15")
+def test_the_end_of_a_conversion_does_not_end_the_one_that_turned_it_round(sold: Site) -> None:
+    """Its worker has read the node before an operator did that."""
+    with transaction(sold.engine) as conn:
+        host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
+        before = nodes.get(conn, "n1")
+        task = queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_CONVERT, "n1"), sold.act)
+        host.convert(conn, "n1", NodeMode.SLICE, sold.act)
+        work = Work(conn, task, before, {}, Settings())
+        kinds.convert_succeeded(work, {"identity": sold.document(0)["identity"]})
+        assert nodes.get(conn, "n1").mode == "converting_to_slice"
 
 
 @pytest.mark.covers("CTRL-12")

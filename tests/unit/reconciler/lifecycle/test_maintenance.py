@@ -268,6 +268,17 @@ def test_an_operators_drain_during_the_restart_outlasts_it(sold: Site, settings:
         assert problem(maintenance.drain, conn, "n1", ADMIN).code == "transition_refused"
 
 
+def test_a_node_is_not_resumed_while_its_host_restarts(sold: Site, settings: Settings) -> None:
+    """Its slots would be sold, and each launch would fail."""
+    with transaction(sold.engine) as conn:
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
+        found = problem(maintenance.resume, conn, "n1", ADMIN)
+        assert found.code == "maintenance_under_way"
+        begin(conn, settings, REBOOT)
+        assert problem(maintenance.resume, conn, "n1", ADMIN).code == "maintenance_under_way"
+        assert nodes.get(conn, "n1").state == "draining"
+
+
 def test_a_profile_may_leave_slices_stopped(sold: Site, settings: Settings, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
         key = running(conn, sold)

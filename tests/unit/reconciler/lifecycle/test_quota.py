@@ -15,6 +15,7 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import PowerAction, Role, TaskKind, TaskState
 from reconciler.records import allocations, nodes, projects
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.whole_machines import Machines
 
 
 def limit(conn: sa.Connection, site: Site, **limits: int) -> None:
@@ -58,6 +59,19 @@ def test_use_ends_with_the_allocation(sold: Site) -> None:
         assert refused(conn, sold).detail["used"] == 1, "its tenant has locked the disk"
         conn.execute(stranded.values(error={"code": "identity_mismatch"}))
         sold.allocate(conn)  # a clean-up that waits for an operator is no use of the tenant
+
+
+def test_a_whole_machine_whose_release_fails_is_still_used(site: Site) -> None:
+    """Its tenant is root there, and can make any release fail: with `chattr +i`, for example."""
+    machines = Machines(site)
+    machines.machine()
+    with transaction(site.engine) as conn:
+        key = machines.active(conn)
+        launching.release(conn, key, ADMIN)
+        failed = sa.update(tables.allocations).where(tables.allocations.c.id == key)
+        conn.execute(failed.values(error={"code": "command_failed"}))
+        use = quota.used(conn, site.project)
+        assert (use["machines"], use["gpus"]) == (1, 4)
 
 
 def test_requests_that_wait_are_limited(sold: Site) -> None:

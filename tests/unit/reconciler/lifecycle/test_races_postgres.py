@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -15,11 +16,12 @@ from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Allocation, AppInstance, Node, Slot, Task
-from reconciler.lifecycle import apps, host, launch, placement, quota
+from reconciler.lifecycle import apps, gate, host, launch, placement, quota
+from reconciler.lifecycle import slots as slot_life
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
 from reconciler.model.states import TaskKind
-from reconciler.records import allocations, leasing, nodes, projects, queue, slots
+from reconciler.records import allocations, leasing, nodes, projects, queue, slots, tokens
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
 from reconciler.work.kinds import slices as slice_kinds
@@ -65,6 +67,58 @@ def test_a_launch_that_a_worker_takes_meanwhile_is_not_withdrawn(
         (task,) = queue.every(conn, allocation_id=key)
         assert (task.state, task.cancel_requested) == ("running", False)
         assert sorted(sold.statuses(conn)) == ["available", "reserved"]
+
+
+@pytest.mark.covers("CTRL-4", "I4")
+@pytest.mark.parametrize("act", ["disable", "withdraw"])
+def test_a_slot_that_is_taken_off_sale_while_its_gate_opens_stays_off(
+    sold: Site, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    with transaction(sold.engine) as conn:
+        slot = slots.of_node(conn, "n1")[0]
+        slot_life.disable(conn, slot.id, ADMIN)
+        slots.update(conn, slot.id, wanted="available")
+    judge, asked = gate.judge, []
+
+    def then_disabled(conn: sa.Connection, row: Slot, *given: Any) -> Any:
+        found = judge(conn, row, *given)
+        if row.id == slot.id and not asked:
+            asked.append(row.id)
+            with transaction(sold.engine) as other:
+                getattr(slot_life, act)(other, slot.id, ADMIN)
+        return found
+
+    monkeypatch.setattr(gate, "judge", then_disabled)
+    with transaction(sold.engine) as conn:
+        assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
+    with reading(sold.engine) as conn:
+        assert (slots.get(conn, slot.id).status, asked) == ("disabled", [slot.id])
+
+
+def test_one_host_key_is_not_certified_for_two_hosts_at_once(sold: Site, beside: Beside) -> None:
+    key = "ssh-ed25519 AAAA"
+
+    def enrol(node_id: str, *, hold: threading.Event | None = None) -> str:
+        with transaction(sold.engine) as conn:
+            try:
+                tokens.check_host_key(conn, node_id, key)
+            except Problem as problem:
+                return problem.code
+            given = {"certificate": "c", "principals": [node_id], "valid_until": 1.0}
+            tokens.record_certificate(conn, node_id, ADMIN, serial=node_id, public_key=key, **given)
+            if hold:
+                hold.wait(SOON_S)
+        return ""
+
+    with transaction(sold.engine) as conn:
+        nodes.create(conn, ADMIN, id="n2")
+    meet = threading.Event()
+    first = beside(lambda: enrol("n1", hold=meet))
+    time.sleep(A_WHILE_S)
+    second = beside(lambda: enrol("n2"))
+    time.sleep(A_WHILE_S)
+    meet.set()
+    assert (first.result(SOON_S), second.result(SOON_S)) == ("", "host_key_not_accepted")
 
 
 def test_two_launches_at_once_do_not_pass_a_quota_together(sold: Site, beside: Beside) -> None:

@@ -24,14 +24,17 @@ from reconciler.lifecycle import (
     restore,
     slices,
 )
+from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.recovery import Move, Policy
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import allocations, leasing, queue, reports, slots
+from reconciler.records import allocations, leasing, nodes, queue, reports, slots
 from reconciler.records import recovery_cases as case_records
 from reconciler.records.claims import held_slots, of_allocation
 from reconciler.settings import Settings
+from reconciler.work.handler import Work
+from reconciler.work.kinds.slices import absence_variables
 from reconciler.work.loops import end_overdue, play_recovery_cases, recover_blocked
 from tests.unit.reconciler.conftest import ADMIN, Site
 
@@ -332,6 +335,82 @@ def test_a_wipe_that_fails_is_for_a_person_and_can_be_tried_again(story: Story) 
     assert case.proof_ids == []
     assert story.open() != first
     whole_way(story, lambda: None, absent=True)
+
+
+def test_a_slot_that_is_written_off_meanwhile_has_not_come_back(story: Story) -> None:
+    """The host says that the machine is there; its GPU is dead, and nobody wipes its disk."""
+    story.open()
+    story.play()
+
+    def write_off(conn: sa.Connection) -> None:
+        (slot,) = held_slots(conn, story.key)
+        document = story.site.document(0)
+        document["gpu"] = [g for g in document["gpu"] if g["address"] != slot.gpu_pci_address]
+        host.record_discovery(conn, "n1", document, ADMIN)
+        slot_life.withdraw(conn, slot.id, ADMIN)
+
+    story.do(write_off)
+    story.answer(absent=False)
+    while (case := story.play()).state not in ("failed", "recovered"):
+        if case.state == "confirming":
+            story.answer(absent=False)
+    assert (case.state, case.proof_ids) == ("failed", [])
+    assert "withdrawn without a proof" in case.state_reason
+    assert case.failure["code"] == "slots_not_recovered"
+
+
+def test_a_slot_that_came_back_and_was_withdrawn_later_is_recovered(story: Story) -> None:
+    story.open()
+    story.play()
+    story.answer()
+    story.play()
+    story.wipe()
+
+    def withdraw(conn: sa.Connection) -> None:
+        (slot,) = held_slots(conn, story.key)
+        slot_life.disable(conn, slot.id, ADMIN)
+        slot_life.withdraw(conn, slot.id, ADMIN)
+
+    story.do(withdraw)
+    case = story.play()
+    assert (case.state, len(case.proof_ids)) == ("recovered", 1)
+
+
+def test_the_host_is_not_asked_about_slots_that_others_have_by_now(sold: Site) -> None:
+    """Another tenant's machine would be told as left of this one, which would stay blocked."""
+    story = Story(sold, retrying(sold.engine, lambda conn: str(sold.failed(conn, 2))))
+
+    def resell(conn: sa.Connection) -> str:
+        first, _ = held_slots(conn, story.key)
+        recovery.repair(conn, first.id, ADMIN)
+        sold.finish(conn, WIPE)
+        given = {first.id: sold.proofs(conn, story.key)[first.id]}
+        slices.cleanup_succeeded(conn, story.key, ADMIN, proofs=given, absence={"absent": True})
+        launch.allocate(conn, sold.launch(1), ADMIN)
+        return first.id
+
+    sold_again = story.do(resell)
+    with transaction(sold.engine) as conn:
+        claimed = [claim.slot_id for claim in of_allocation(conn, story.key)]
+        task = recovery.verify_absence(conn, story.key, ADMIN)
+        work = Work(conn, task, nodes.get(conn, "n1"), {}, Settings())
+        asked = [slot["slot_id"] for slot in absence_variables(work)["slice_slots"]]
+    assert asked == [slot for slot in claimed if slot != sold_again] and len(asked) == 1
+
+
+def test_nothing_is_recovered_on_a_retired_node(story: Story) -> None:
+    """Its host never answers again, and the task would wait for it."""
+    story.keep(absent=True)
+    story.wipe()
+
+    def retire(conn: sa.Connection) -> None:
+        host.drain(conn, "n1", ADMIN)
+        host.maintain(conn, "n1", ADMIN)
+        host.retire(conn, "n1", ADMIN)
+
+    story.do(retire)
+    with pytest.raises(Problem, match="node_not_enrolled"):
+        story.open()
 
 
 def test_a_slot_that_was_sold_since_had_come_back(story: Story) -> None:

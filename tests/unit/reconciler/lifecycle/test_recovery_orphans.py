@@ -15,7 +15,7 @@ from reconciler.db.schema import Task
 from reconciler.lifecycle import gate, host, invariants, launch, recovery, slices
 from reconciler.lifecycle import restore as restored
 from reconciler.lifecycle import slots as slot_life
-from reconciler.model.states import ProofKind, TaskKind, TaskState
+from reconciler.model.states import NodeMode, ProofKind, TaskKind, TaskState
 from reconciler.records import claims, nodes, proofs, queue, reports, slots
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
@@ -118,6 +118,19 @@ def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Site) -> None:
         assert code(recovery.remove_orphan, conn, held, UNKNOWN, sold.act) == "slot_in_use"
         slot_life.disable(conn, idle, sold.act)
         assert code(recovery.remove_orphan, conn, idle, running, sold.act) == "allocation_active"
+        assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
+
+
+@pytest.mark.covers("CTRL-7", "CTRL-15", "I12")
+def test_nothing_is_removed_from_a_machine_that_is_sold_whole(sold: Site) -> None:
+    """Its tenant has the disks of all slots."""
+    with transaction(sold.engine) as conn:
+        host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
+        host.converted(conn, "n1", sold.act)
+        slot = slots.of_node(conn, "n1")[0]
+        assert slot.status == "disabled"
+        assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "node_is_baremetal"
+        assert slots.get(conn, slot.id).status == "disabled"
         assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
 
 

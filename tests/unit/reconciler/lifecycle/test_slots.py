@@ -225,6 +225,7 @@ def test_disable_enable_withdraw(sold: Site) -> None:
         assert slot_life.enable(conn, slot.id, sold.act).status == "available"
         slot_life.disable(conn, slot.id, sold.act)
         slot_life.withdraw(conn, slot.id, sold.act)
+        assert code(slot_life.enable, conn, slot.id, sold.act) == "slot_withdrawn"
         assert len(slots.of_node(conn, "n1")) == 1
         assert slot_life.approve(conn, "n1", candidate(sold, 0), sold.act).slot_index == 0
 

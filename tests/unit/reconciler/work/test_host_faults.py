@@ -127,7 +127,8 @@ def test_the_clock_of_a_host_that_refuses_us_is_read_and_nothing_else(
 def test_a_refusal_of_a_host_that_only_awx_reaches_has_a_name(
     sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "read_clock", lambda *_args: None)
+    limits: list[float] = []
+    monkeypatch.setattr(ssh, "read_clock", lambda *args: limits.append(args[2]))
     refusal = "unreachable: gpuaas@n1: Permission denied (publickey)."
     outcome = Outcome("failed", None, refusal, unreachable=True, touched=False)
     settings = Settings(state_dir=tmp_path / "state")
@@ -136,6 +137,8 @@ def test_a_refusal_of_a_host_that_only_awx_reaches_has_a_name(
     fault = clock_fault(sold.engine, by_awx, "n1", outcome)
     assert fault is not None and fault["code"] == "awx_login_refused"
     assert refusal in fault["found"] and "date -u" in fault["remedy"]
+    # A host that hangs does not cost the worker its lease, which nothing extends meanwhile.
+    assert max(limits) <= settings.task_lease_s / 2
     silent = Outcome("failed", None, "unreachable: timed out", unreachable=True, touched=False)
     assert clock_fault(sold.engine, by_awx, "n1", silent) is None
 
@@ -147,7 +150,7 @@ def test_a_hostile_answer_is_no_time(monkeypatch: pytest.MonkeyPatch, answer: st
     )
     monkeypatch.setattr(ssh, "_call", lambda *_args: done)
     access = ssh.SshAccess(Path("k"), Path("c"), Path("h"))
-    assert ssh.read_clock(access, NodeAccess("n1", "h")) is None
+    assert ssh.read_clock(access, NodeAccess("n1", "h"), 1) is None
 
 
 @pytest.fixture

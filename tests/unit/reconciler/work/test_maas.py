@@ -27,7 +27,7 @@ from reconciler.work import maas as maas_tasks
 from reconciler.work import worker
 from tests.standin.maas import TOKEN, USER
 from tests.standin.service import Manager, standing
-from tests.unit.reconciler.conftest import ADMIN, Site, code
+from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase, Site, code
 from tests.unit.reconciler.whole_machines import Machines
 
 pytestmark = pytest.mark.covers("ECO-3", "CTRL-15")
@@ -158,6 +158,10 @@ class Maas:
 
 @pytest.fixture
 def maas(site: Site, process: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maas:
+    return bound(site, process, tmp_path, monkeypatch)
+
+
+def bound(site: Site, process: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maas:
     machines = Machines(site)
     machines.machine()
     settings = Settings(
@@ -192,6 +196,21 @@ def test_after_a_tenant_the_machine_is_installed_anew_by_itself(maas: Maas) -> N
     with reading(maas.engine) as conn:
         kinds = [task.kind for task in queue.open_of_node(conn, "m1")]
     assert kinds == ["slice.topology_discover"]
+
+
+@pytest.mark.postgres
+def test_on_postgresql_the_machine_is_installed_anew_as_well(
+    postgres_database: PostgresDatabase,
+    process: Manager,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which refuses the locks of rows in a transaction that only reads."""
+    engine = postgres_database.restore()
+    maas = bound(Site(engine), process, tmp_path, monkeypatch)
+    maas.tenancy()
+    assert (maas.play().state, maas.asked()[-2:]) == ("succeeded", ["release", "deploy"])
+    engine.dispose()
 
 
 @pytest.mark.parametrize("erased", [True, False])
