@@ -24,6 +24,7 @@ _TIMEOUT_S = 60.0
 _PATH = re.compile(r"(/(?!\.{1,2}(/|$))[^/?#\\\s\x00-\x1f\x7f\ud800-\udfff]+)+")
 # About a minute, in which a service can restart.
 _RECONNECTS, _REPEAT_S = 15, 60.0
+_NO_PROXY = "check that GPUAAS_API names the reconciler, and that a proxy in front of it reaches it"
 _AWAY = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 
 
@@ -65,10 +66,15 @@ class Client:
         """Every item of a list, over all pages."""
         while True:
             page = self.get(path, **query)
-            yield from page["items"]
-            if not page["next"]:
+            rows, following = page.get("items"), page.get("next")
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise self._strange(path)
+            yield from rows
+            if not following:
                 return
-            query["cursor"] = page["next"]
+            if following == query.get("cursor"):
+                raise self._strange(path)
+            query["cursor"] = following
 
     def post(
         self,
@@ -157,10 +163,13 @@ class Client:
         if not response.content:
             return {}
         try:
-            return response.json()
-        except ValueError:
+            document = response.json()
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
             # The answer came from a portal or another program, so its status means nothing.
-            raise _refusal(response) from None
+            raise _refusal(response)
+        return document
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         params = {k: v for k, v in arguments.pop("params", {}).items() if v not in ("", None)}
@@ -196,6 +205,14 @@ class Client:
         if not response.is_success:
             raise _refusal(response)
         return response
+
+    def _strange(self, path: str) -> Problem:
+        return Problem(
+            "http_error",
+            expected=f"a list of the reconciler from {self._http.base_url}",
+            found=f"another answer to {path}",
+            remedy=_NO_PROXY,
+        )
 
     def _unreachable(self, lost: httpx.TransportError, *, unknown: bool = False) -> Problem:
         again = "look whether it was done before you repeat it; " if unknown else ""
@@ -253,7 +270,7 @@ def _refusal(response: httpx.Response) -> Problem:
     parts = ("code", "expected", "found", "remedy")
     try:
         document = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if isinstance(document, dict) and document.keys() >= set(parts):
         code, expected, actual, remedy = (document.pop(part) for part in parts)
@@ -269,8 +286,7 @@ def _refusal(response: httpx.Response) -> Problem:
         response.status_code,
         expected=f"an answer of the reconciler from {response.request.url}",
         found=f"status {response.status_code}, {kind}: {text}",
-        remedy="check that GPUAAS_API names the reconciler, and that a proxy in front of it"
-        " reaches it",
+        remedy=_NO_PROXY,
     )
 
 

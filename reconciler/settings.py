@@ -46,7 +46,7 @@ def _words(text: str) -> list[str]:
 
 
 # Of a task at a site with AWX or UFM. Each of the two has 20 s for its answers before a run begins.
-_LEAST_LEASE_S = 25
+_LEAST_LEASE_S, _MAAS_LEASE_S = 25, 30
 # Name of a region to come, and its title.
 _REGION = r"[a-z0-9][a-z0-9-]{0,62}(=[^,=\x00-\x1f]{1,64})?"
 # URL of another server: with TLS, or on this machine.
@@ -95,8 +95,8 @@ class Settings(BaseSettings):
     """Tasks that a process runs at the same time. Of three or more, one project, or work on hosts,
     has all but one at most."""
     task_lease_s: int = Field(30, ge=5)
-    """Seconds after which the task of a silent worker is taken over. With AWX or UFM at least 25:
-    either may take 20 s to answer before a run begins."""
+    """Seconds after which the task of a silent worker is taken over. With AWX or UFM at least 25,
+    with MAAS 30: they may take 20 and 25 s to answer before a run begins."""
     poll_s: float = Field(0.5, gt=0)
     """Seconds between two checks of the queue and of runs."""
     leader_lease_s: float = Field(10.0, ge=1)
@@ -289,13 +289,16 @@ class Settings(BaseSettings):
             raise ValueError("GPUAAS_MAAS_TOKEN_FILE goes with GPUAAS_MAAS_URL")
         if self.launcher == "awx" and not (self.awx_url and self.awx_token_file):
             raise ValueError("GPUAAS_LAUNCHER=awx needs GPUAAS_AWX_URL and GPUAAS_AWX_TOKEN_FILE")
-        slow = self.ufm_url or self.launcher == "awx"
-        if slow and self.task_lease_s < _LEAST_LEASE_S:
+        for peer, least in (
+            ("GPUAAS_MAAS_URL", _MAAS_LEASE_S if self.maas_url else 0),
+            ("GPUAAS_UFM_URL", _LEAST_LEASE_S if self.ufm_url else 0),
+            ("GPUAAS_LAUNCHER=awx", _LEAST_LEASE_S if self.launcher == "awx" else 0),
+        ):
             # A worker whose lease ends while it waits is refused its run, at each attempt.
-            raise ValueError(
-                f"GPUAAS_TASK_LEASE_S: at least {_LEAST_LEASE_S}, not {self.task_lease_s}, with"
-                " GPUAAS_LAUNCHER=awx or GPUAAS_UFM_URL"
-            )
+            if self.task_lease_s < least:
+                raise ValueError(
+                    f"GPUAAS_TASK_LEASE_S: at least {least}, not {self.task_lease_s}, with {peer}"
+                )
         return self
 
     def __init__(self, **values: Any) -> None:

@@ -80,6 +80,15 @@ class LaunchParameters(Body):
     ready_deadline_s: Annotated[Integer, Field(ge=1, le=86_400)] | None = None
 
 
+# Users and groups of every Debian and Ubuntu, and our own: no account of such a name can be made.
+_TAKEN = re.compile(
+    "root|daemon|bin|sys|sync|games|man|lp|mail|news|uucp|proxy|www-data|backup|list|irc|gnats"
+    "|nobody|nogroup|adm|tty|disk|fax|voice|cdrom|floppy|tape|sudo|audio|dip|operator|src|shadow"
+    "|utmp|video|sasl|plugdev|staff|users|input|sgx|kvm|render|crontab|netdev|messagebus|sshd|ssh"
+    "|_ssh|_apt|syslog|lxd|polkitd|systemd-.*|gpuaas.*"
+)
+
+
 class NewAllocation(Body):
     """What a tenant requests. A slice names its image by id, or by name with an optional version.
 
@@ -126,8 +135,8 @@ class NewAllocation(Body):
             raise ValueError("gpu_count goes with capacity_shape gpu_slice, and only with it")
         if bool(self.image_id) + (self.image is not None) != is_slice:
             raise ValueError("a slice needs either image_id or image, a whole machine takes none")
-        if self.username == "root":
-            raise ValueError("username cannot be root")
+        if _TAKEN.fullmatch(self.username):
+            raise ValueError(f"{self.username} is a user or group of every system; take another")
         return self
 
 
@@ -457,7 +466,7 @@ def tenant_timeline(project_id: Id, allocation_id: Id, context: Member) -> Tenan
     def read(conn: DatabaseConnection) -> TenantTimeline:
         allocation = rows.of_project(conn, schema.Allocation, project_id, allocation_id)
         changes = journal.history_of(conn, "allocation", allocation_id)
-        work = queue.every(conn, allocation_id=allocation_id, limit=_TIMELINE_LIMIT)
+        work = queue.every(conn, allocation_id=allocation_id, page=Page(_TIMELINE_LIMIT))
         waits = leasing.wait_reasons(conn, work)
         code = next((reason["code"] for reason in waits.values()), "")
         detail = _WAITS.get(code, "the service cannot start it now; the operators are informed")
@@ -542,7 +551,7 @@ def show_all(allocation_id: Id, context: Admin) -> JSONResponse:
         )
         return AllocationDetail.of(
             allocations.get(conn, allocation_id),
-            tasks=queue.every(conn, allocation_id=allocation_id),
+            tasks=queue.every(conn, allocation_id=allocation_id, page=Page(_TIMELINE_LIMIT)),
             timeline=steps[::-1],
         )
 

@@ -8,6 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
 from fastapi import Path, Query
 from pydantic import (
     AfterValidator,
@@ -199,10 +206,13 @@ _KEY_TYPES = frozenset(
 )
 
 
+_RSA_BITS = 1024
+
+
 def _public_key(text: str) -> str:
     # The guest's SSH server would obey options in front of a key, such as command="…".
     kind, _, rest = text.partition(" ")
-    blob = rest.partition(" ")[0]
+    blob, _, comment = rest.partition(" ")
     if kind not in _KEY_TYPES:
         raise ValueError("a public key begins with its type, such as ssh-ed25519")
     try:
@@ -211,7 +221,17 @@ def _public_key(text: str) -> str:
         raise ValueError("the key is not base64") from error
     if not data.startswith(len(kind).to_bytes(4, "big") + kind.encode()):
         raise ValueError("the key is not of the type that it names")
-    return text
+    # The one spelling of these bytes, in which the gateway looks for the key.
+    line = f"{kind} {base64.b64encode(data).decode()}"
+    try:
+        key = load_ssh_public_key(line.encode())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ValueError("the key is incomplete or damaged") from error
+    if isinstance(key, RSAPublicKey):
+        if key.key_size < _RSA_BITS:
+            raise ValueError(f"OpenSSH takes no RSA key of less than {_RSA_BITS} bits")
+        line = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    return f"{line} {comment}".rstrip()
 
 
 PublicKey = Annotated[

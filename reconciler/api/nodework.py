@@ -29,6 +29,7 @@ from reconciler.api.nodes import Node
 from reconciler.api.security import Admin, Context
 from reconciler.api.tasks import Task
 from reconciler.db import schema
+from reconciler.db.rows import Page
 from reconciler.lifecycle import baremetal, firmware, gate, host, maintenance, slots
 from reconciler.model import firmware as firmware_model
 from reconciler.model.act import Act
@@ -207,7 +208,7 @@ def resume(node_id: Id, body: StateReason, context: Admin, guard: IfMatch) -> JS
     """Take the node back into use. Slots whose gate is open are sold again."""
 
     def back(conn: Connection, node: str, act: Act) -> None:
-        host.resume(conn, node, act)
+        maintenance.resume(conn, node, act)
         gate.open_gate(conn, node, act)
 
     return _move(context, node_id, body, guard, back)
@@ -491,7 +492,7 @@ def latest_drift(node_id: Id, context: Admin) -> LatestDrift:
 def _latest_task(
     conn: Connection, node_id: str, kind: TaskKind, state: TaskState | None = None
 ) -> schema.Task | None:
-    tasks = queue.every(conn, node_id=node_id, kind=kind, state=state, limit=1)
+    tasks = queue.every(conn, node_id=node_id, kind=kind, state=state, page=Page(1))
     return tasks[0] if tasks else None
 
 

@@ -16,7 +16,7 @@ from reconciler.api.models import Answer, Filter, Id, Moment, PublicKey, Reasone
 from reconciler.api.security import Member
 from reconciler.db import schema
 from reconciler.lifecycle import quota
-from reconciler.lifecycle.ssh_access import PROVIDER_S, in_force
+from reconciler.lifecycle.ssh_access import PROVIDER_S, in_force, launched_with
 from reconciler.model.act import Act
 from reconciler.records import ssh_keys, ssh_sessions
 
@@ -102,6 +102,9 @@ def revoke_key(project_id: Id, body: GivenKey, context: Member) -> JSONResponse:
     """Revoke a key, registered or of a launch, for good, and cut its sessions."""
 
     def work(conn: Connection, act: Act) -> SshKey:
+        known = ssh_keys.find(conn, project_id, body.public_key) is not None
+        if not known and not launched_with(conn, project_id, body.public_key):
+            quota.require_rate(conn, project_id, schema.ssh_keys, quota.KEYS_PER_HOUR)
         key = ssh_keys.revoke(conn, project_id, body.public_key, act)
         return SshKey.of_key(key, in_force(conn, [key]))
 

@@ -15,6 +15,7 @@ import sqlite3
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from psycopg.pq import Conninfo
 from sqlalchemy import Engine
 
 from reconciler.backup import refuse_unfinished_restore
-from reconciler.db import migrations
+from reconciler.db import migrations, postgresql
 from reconciler.db.engine import open_existing
 from reconciler.model.errors import Problem
 from reconciler.settings import PREFIX, Settings, config_file
@@ -40,6 +41,8 @@ _RIGHTS = re.compile(r"[0-9]+; [0-9]+ [0-9]+ (ACL|DEFAULT ACL|POLICY|ROW SECURIT
 # libpq strips white space from the end of a password in a service file, and a service cannot refer
 # to another service.
 _NOT_IN_A_FILE = {"password", "service"}
+# A large table comes in pieces of less; only its server's locks take longer.
+_LOOK_S, _STILL_S = 1.0, 600.0
 
 
 def write(settings: Settings, file: Path) -> dict[str, Any]:
@@ -123,7 +126,8 @@ def read(file: Path, folder: Path) -> dict[str, Any]:
 def copy_database(engine: Engine, file: Path) -> None:
     """A consistent copy of a database that other processes may write to."""
     if engine.dialect.name == "postgresql":
-        _postgresql(engine, "pg_dump", ["--format=custom", "--no-owner", f"--file={file}"])
+        words = ["--format=custom", "--no-owner", f"--file={file}"]
+        _postgresql(engine, "pg_dump", words, grows=file)
         return
     source = sqlite3.connect(str(engine.url.database))
     with closing(source), closing(sqlite3.connect(file)) as target:
@@ -158,7 +162,8 @@ def put_back_database(engine: Engine, file: Path) -> str:
     roles in it are missing, "" when they are there: another server need not have these roles.
     """
     if engine.dialect.name == "postgresql":
-        return _put_back_postgresql(engine, file)
+        _restore_entries(engine, file, rights=False)
+        return put_back_rights(engine, file)
     target = Path(str(engine.url.database))
     fresh = target.with_name(f".{target.name}.restored")
     fresh.touch(mode=0o600)
@@ -169,25 +174,26 @@ def put_back_database(engine: Engine, file: Path) -> str:
     return ""
 
 
-def _put_back_postgresql(engine: Engine, file: Path) -> str:
+def put_back_rights(engine: Engine, file: Path) -> str:
+    """Give other roles their rights in a database that is there; returns as `put_back_database`."""
+    if engine.dialect.name != "postgresql":
+        return ""
+    try:
+        _restore_entries(engine, file, rights=True)
+    except Problem as refusal:
+        # All of them are restored at once, so a single one that exists tells of all.
+        return "" if "already exists" in refusal.found else refusal.found
+    return ""
+
+
+def _restore_entries(engine: Engine, file: Path, *, rights: bool) -> None:
     words = ["--no-owner", "--exit-on-error", "--single-transaction", str(file)]
     content = _run("pg_restore", ["--list", str(file)]).splitlines()
     with tempfile.NamedTemporaryFile("w", suffix=".list", dir=file.parent) as chosen:
-
-        def restore(rights: bool) -> None:
-            chosen.seek(0)
-            chosen.truncate()
-            entries = (line for line in content if bool(_RIGHTS.match(line)) == rights)
-            chosen.write("".join(f"{line}\n" for line in entries))
-            chosen.flush()
-            _postgresql(engine, "pg_restore", [f"--use-list={chosen.name}", *words])
-
-        restore(rights=False)
-        try:
-            restore(rights=True)
-        except Problem as refusal:
-            return refusal.found
-    return ""
+        entries = (line for line in content if bool(_RIGHTS.match(line)) == rights)
+        chosen.write("".join(f"{line}\n" for line in entries))
+        chosen.flush()
+        _postgresql(engine, "pg_restore", [f"--use-list={chosen.name}", *words])
 
 
 def _settings() -> str:
@@ -226,17 +232,28 @@ def _unreadable(file: Path, found: str) -> Problem:
     )
 
 
-def _postgresql(engine: Engine, program: str, words: Sequence[str]) -> None:
-    # The connection parameters of the service, including those for TLS.
-    _, parameters = engine.dialect.create_connect_args(engine.url)
+def _postgresql(
+    engine: Engine, program: str, words: Sequence[str], grows: Path | None = None
+) -> None:
+    # The connection parameters of the service, including those for TLS and for a lost server.
+    _, given = engine.dialect.create_connect_args(engine.url)
+    parameters = {**postgresql.LINK, **given}
     password = parameters.get("password")
     secret = {"PGPASSWORD": str(password)} if password else {}
     with _service(parameters) as file:
         connection = {"PGSERVICEFILE": str(file), **secret}
-        _run(program, [f"--dbname=service={_SERVICE}", *words], connection)
+        _run(program, [f"--dbname=service={_SERVICE}", *words], connection, grows)
 
 
-def _run(program: str, words: Sequence[str], connection: Mapping[str, str] | None = None) -> str:
+def _run(
+    program: str,
+    words: Sequence[str],
+    connection: Mapping[str, str] | None = None,
+    grows: Path | None = None,
+) -> str:
+    """The output of a program. grows: a file that it writes; it is ended when that stands still,
+    because a proxy may acknowledge everything for a server that hangs.
+    """
     if not shutil.which(program):
         raise Problem(
             "program_missing",
@@ -245,23 +262,49 @@ def _run(program: str, words: Sequence[str], connection: Mapping[str, str] | Non
             remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
             " docs/operations.md says, and keep the trust folder with the dump",
         )
-    done = subprocess.run(
+    environment = {**os.environ, **(connection or {})}
+    with subprocess.Popen(
         [program, *words],
-        env={**os.environ, **(connection or {})},
-        capture_output=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-    )
-    if done.returncode:
+    ) as process:
+        try:
+            out, errors = _to_its_end(process, grows)
+        finally:
+            process.kill()
+    if process.returncode:
         # Without the statement, which may be longer than the server's message.
-        message = " ".join(done.stderr.partition("Command was:")[0].split())
+        message = " ".join(errors.partition("Command was:")[0].split())
         raise Problem(
             "program_failed",
             expected=f"{program} to succeed",
-            found=f"exit {done.returncode}: {message[-300:]}",
+            found=f"exit {process.returncode}: {message[-300:]}",
             remedy="nothing was changed; correct the cause and repeat the command",
         )
-    return done.stdout
+    return out
+
+
+def _to_its_end(process: subprocess.Popen[str], grows: Path | None) -> tuple[str, str]:
+    size, since = -1, time.monotonic()
+    while True:
+        try:
+            return process.communicate(timeout=_LOOK_S)
+        except subprocess.TimeoutExpired:
+            if grows is None:
+                continue
+        now = grows.stat().st_size if grows.exists() else 0
+        if now != size:
+            size, since = now, time.monotonic()
+        elif time.monotonic() - since > _STILL_S:
+            raise Problem(
+                "program_failed",
+                expected="a server that goes on sending the database",
+                found=f"nothing new in {grows} for {_STILL_S:.0f} s",
+                remedy="nothing was changed; look at the server and at a proxy before it, then"
+                " repeat the command",
+            )
 
 
 @contextmanager

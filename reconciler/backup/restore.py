@@ -74,9 +74,11 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
             # From here on no command opens this site until the restore is complete: the records of
             # the backup may offer slots that have tenants by now.
             write_text(state / MARK, f"{backup}\n")
-            rights = ""
             if not present:
                 rights = archive.put_back_database(engine, folder / archive.DATABASE)
+            else:
+                # The attempt before may have ended between the two.
+                rights = archive.put_back_rights(engine, folder / archive.DATABASE)
             revision = migrations.migrate(engine)
             with transaction(engine) as conn:
                 done = restored.result(conn, backup) or _doubt(conn, manifest, backup)
@@ -143,7 +145,7 @@ def _doubt(conn: Connection, manifest: dict[str, Any], backup: str) -> dict[str,
         " `gpuaas recover`, a machine `gpuaas nodes clean-machine`; then queue the task again",
     }
     waiting = restored.unfinished(conn)
-    lost = queue.every(conn, state=TaskState.RUNNING, limit=100_000)
+    lost = queue.every(conn, state=TaskState.RUNNING)
     for task in lost:
         task_failures.lose(conn, replace(task, error=lost_error), act)
     for task in waiting:

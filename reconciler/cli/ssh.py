@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ File = Annotated[Path, typer.Argument(help="File with a public SSH key.")]
 Identity = Annotated[
     Path | None, typer.Option("--key", help="Private key; default: those that ssh uses itself.")
 ]
+_WORD = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:%-]*|")
 # Of the gateway, those that cost it least first. Each client since OpenSSH 6.5 has them.
 _CIPHERS = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,aes128-ctr,aes192-ctr,aes256-ctr"
 
@@ -189,6 +191,15 @@ def config(document: dict[str, Any], known_hosts: Path, key: Path | None = None)
             remedy="wait until `gpuaas allocations` shows it active",
         )
     id, host = document["id"], connection["host"]
+    for word in (id, host, str(connection["port"]), connection["username"]):
+        # A line end in it would be a setting of its own, such as a command to run here.
+        if not _WORD.fullmatch(word):
+            raise Problem(
+                "http_error",
+                expected="ids, names, addresses and ports of letters, digits and `._:%-`",
+                found=repr(word)[:100],
+                remedy="ask the operators: the service, or a proxy before it, may be taken over",
+            )
     mine = f'    IdentityFile "{key.absolute()}"\n    IdentitiesOnly yes\n' if key else ""
     machine = f"    User {connection['username']}\n{mine}"
     if document["capacity_shape"] != "gpu_slice" and not connection["known_hosts"]:

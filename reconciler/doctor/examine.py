@@ -8,7 +8,7 @@ from functools import partial
 
 from dotenv import dotenv_values
 from pydantic import ValidationError
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 
 from reconciler.db.engine import open_engine, reading
 from reconciler.doctor import (
@@ -45,7 +45,8 @@ _CHECKS: dict[str, Callable[[Settings], Iterable[Finding]]] = {
     "redis": services.redis,
     "database": services.database,
 }
-_RECORD_CHECKS: dict[str, Callable[[Settings, Connection], Iterable[Finding]]] = {
+RecordCheck = Callable[[Settings, Connection], Iterable[Finding]]
+_RECORD_CHECKS: dict[str, RecordCheck] = {
     "clock": services.same_clock,
     "authorities": services.ssh_authorities,
     "tokens": services.admin_tokens,
@@ -84,11 +85,15 @@ def examine(allocation_id: str = "") -> list[dict[str, str]]:
             if allocation_id:
                 checks["way"] = partial(services.way, allocation_id)
             for name, record_check in checks.items():
-                with reading(engine) as conn:
-                    findings += _findings(name, partial(record_check, settings, conn))
+                findings += _findings(name, partial(_recorded, engine, record_check, settings))
     finally:
         engine.dispose()
     return findings
+
+
+def _recorded(engine: Engine, check: RecordCheck, settings: Settings) -> Iterator[Finding]:
+    with reading(engine) as conn:
+        yield from check(settings, conn)
 
 
 def _findings(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[dict[str, str]]:

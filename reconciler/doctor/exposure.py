@@ -31,6 +31,8 @@ _LOOKUP_S = 5.0
 def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
     """Guests reach no other host, no BMC and no service of the site at a public address."""
     live = [node for node in nodes.every(conn) if node.state != NodeState.RETIRED]
+    # A name server that hangs would hold the transaction for longer than the server allows.
+    conn.rollback()
     # Name, host or address, and the node whose own guests never reach it.
     targets = [(f"node {node.id}", node.address, node.id) for node in live]
     for node in live:

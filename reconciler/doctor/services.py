@@ -422,6 +422,8 @@ def any_way(settings: Settings, conn: Connection) -> Iterator[Finding]:
 def _way(allocation_id: str, settings: Settings, conn: Connection, answer_s: float) -> Finding:
     try:
         grant = ssh_access.require_slice(conn, rows.get(conn, Allocation, allocation_id))
+        # A guest that hangs would hold the transaction for longer than the server allows.
+        conn.rollback()
         asyncio.run(Machine(open_gateway(settings.state_dir), grant, answer_s).greet())
     except Refusal as problem:
         return refused(problem, f"{problem.code}: {problem.found}")

@@ -10,9 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import (
-    IPv4Address,
     IPv4Network,
-    IPv6Address,
     IPv6Network,
     ip_address,
     ip_interface,
@@ -43,6 +41,7 @@ from reconciler.inventory.patches import (
     purpose_of,
     shown_machine,
 )
+from reconciler.inventory.ranges import Ranges, parsed
 from reconciler.model.hardware import (
     TWICE,
     by_serial,
@@ -55,6 +54,7 @@ from reconciler.model.states import LIVE_ALLOCATIONS, AllocationState
 from reconciler.model.storable import shown
 
 Networks = Mapping[int, Sequence[IPv4Network | IPv6Network]]
+SiteRanges = Mapping[int, Ranges]
 NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Names in a finding; more would be cut off.
@@ -159,6 +159,7 @@ def compare(
     result = Comparison()
     result.seals = {device.id: device.custom_fields.get(SEAL) for device in netbox.devices}
     result.written = netbox.written
+    ranges = {site: Ranges(networks) for site, networks in netbox.networks.items()}
     writable = _has_fields(result, netbox.devices, DEVICE_FIELDS)
     pairs = _pair(result, nodes, netbox.devices)
     contradictory = set(_contradictory(result, netbox.devices))
@@ -167,7 +168,7 @@ def compare(
     for expected in nodes:
         device = pairs.get(expected.node.id)
         if device is not None and device.id not in contradictory:
-            _intent(result, expected, device, netbox.networks)
+            _intent(result, expected, device, ranges)
             if writable:
                 _device(result, expected, device)
     paired = {device.id for device in pairs.values()}
@@ -175,7 +176,7 @@ def compare(
     living = (row.node for row in nodes if not is_retired(row.node))
     serials = {own_serial(serial_of(node.hardware), recorded.get(node.id, "")) for node in living}
     candidates = [
-        _new_node(result, device, netbox.networks, profiles, addresses, serials)
+        _new_node(result, device, ranges, profiles, addresses, serials)
         for device in netbox.devices
         if device.id not in paired | contradictory and purpose_of(device)
     ]
@@ -330,7 +331,7 @@ def _other_serials(
             yield device.id
 
 
-def _intent(result: Comparison, expected: ExpectedNode, device: Device, networks: Networks) -> None:
+def _intent(result: Comparison, expected: ExpectedNode, device: Device, ranges: SiteRanges) -> None:
     """Intent that differs from the node. A person decides: a conversion erases disks."""
     node = expected.node
     if is_retired(node):
@@ -353,7 +354,7 @@ def _intent(result: Comparison, expected: ExpectedNode, device: Device, networks
             *("address_differs", subject, f"{address}, the primary IPv4 in NetBox", node.address),
             "change the node's address (`gpuaas nodes change`), or correct NetBox",
         )
-    _outside(result, device, networks)
+    _outside(result, device, ranges)
 
 
 def _device(result: Comparison, expected: ExpectedNode, device: Device) -> None:
@@ -390,7 +391,7 @@ def foreign_edit(
 def _new_node(
     result: Comparison,
     device: Device,
-    networks: Networks,
+    ranges: SiteRanges,
     profiles: Collection[str],
     addresses: Collection[str],
     serials: Collection[str],
@@ -424,7 +425,7 @@ def _new_node(
             profile or "none",
             "set gpuaas.hardware_profile in the device's local config context",
         )
-    if _outside(result, device, networks) or len(result.findings) > before:
+    if _outside(result, device, ranges) or len(result.findings) > before:
         return None
     return NewNode(name, purpose_of(device), address, device.site.slug, profile, device)
 
@@ -443,20 +444,17 @@ def _add(result: Comparison, candidates: Sequence[NewNode], devices: Sequence[De
         result.new_nodes.append(new)
 
 
-def _outside(result: Comparison, device: Device, networks: Networks) -> bool:
+def _outside(result: Comparison, device: Device, ranges: SiteRanges) -> bool:
     """Whether the address is outside the networks of the device's site. A site without networks is
     not judged.
     """
-    text, near = _address(device), networks.get(device.site.id, ())
-    if not text or not near:
-        return False
-    address = ip_address(text)
-    if any(address in network for network in near):
+    text, near = _address(device), ranges.get(device.site.id)
+    if not text or not near or ip_address(text) in near:
         return False
     result.note(
         *("address_outside", f"device {device_name(device)}"),
         f"an address in the networks of the site {device.site.slug}:"
-        f" {', '.join(map(str, near[:MOST_NAMES]))}",
+        f" {', '.join(map(str, near.networks[:MOST_NAMES]))}",
         *(text, "correct the primary IPv4 address, or add the network to the site"),
     )
     return True
@@ -617,11 +615,3 @@ def _ip(row: Address | None) -> str:
     if address is None or address.is_loopback or address.is_unspecified or address.is_multicast:
         return ""
     return str(address)
-
-
-def parsed(text: str) -> IPv4Address | IPv6Address | None:
-    """The address; None for another text, such as a name."""
-    try:
-        return ip_address(text)
-    except ValueError:
-        return None

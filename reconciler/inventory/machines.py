@@ -10,9 +10,10 @@ from ipaddress import IPv4Network, IPv6Network
 from typing import Any
 
 from reconciler.db.schema import Node
-from reconciler.inventory.compare import MOST_NAMES, NODE_ID, Findings, parsed
+from reconciler.inventory.compare import MOST_NAMES, NODE_ID, Findings
 from reconciler.inventory.maas import Machine, Status
 from reconciler.inventory.patches import BLOCKED, PURPOSES, purpose_of, purposes_of
+from reconciler.inventory.ranges import Ranges, parsed
 from reconciler.model.hardware import (
     TWICE,
     bound_serial,
@@ -194,6 +195,7 @@ def _doubtful(result: Comparison, machines: Mapping[str, Machine], networks: Net
     doubtful = set()
     expected = f"an address in {', '.join(map(str, networks[:MOST_NAMES]))}"
     owners: dict[str, list[Machine]] = {}
+    ranges = Ranges(networks)
     for machine in machines.values():
         for mark in _marks(machine):
             owners.setdefault(mark, []).append(machine)
@@ -207,9 +209,7 @@ def _doubtful(result: Comparison, machines: Mapping[str, Machine], networks: Net
             text = "a serial number, a hardware UUID or a MAC address"
             result.note("no_identity", _name(machine), text, "none", remedy)
             doubtful.add(machine.system_id)
-        outside = [
-            text for text in machine.ip_addresses if networks and not _inside(text, networks)
-        ]
+        outside = [text for text in machine.ip_addresses if ranges and not _inside(text, ranges)]
         if outside:
             result.note(
                 *("address_outside", _name(machine), expected),
@@ -360,9 +360,9 @@ def _name(machine: Machine) -> str:
     return f"machine {machine.hostname} ({machine.system_id})"
 
 
-def _inside(text: str, networks: Networks) -> bool:
+def _inside(text: str, ranges: Ranges) -> bool:
     address = parsed(text)
-    return address is not None and any(address in network for network in networks)
+    return address is not None and address in ranges
 
 
 def _is_address(text: str) -> bool:

@@ -207,10 +207,10 @@ def probe(access: SshAccess, node: NodeAccess) -> str:
     return text[-500:] or f"exit status {done.returncode}"
 
 
-def read_clock(access: SshAccess, node: NodeAccess) -> float | None:
-    """The host's time in epoch seconds; None when it does not tell it."""
+def read_clock(access: SshAccess, node: NodeAccess, limit_s: float) -> float | None:
+    """The host's time in epoch seconds; None when it does not tell it within the limit."""
     try:
-        done = _call(access, node, CLOCK_COMMAND)
+        done = _call(access, node, CLOCK_COMMAND, limit_s)
     except subprocess.TimeoutExpired:
         return None
     text = done.stdout[:_CLOCK_DIGITS].decode("ascii", "replace").strip()

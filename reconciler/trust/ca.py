@@ -124,7 +124,9 @@ def _identity(trust: Trust, key: Path, principal: str, valid_s: int) -> Identity
     with _locked(trust):
         if path.exists():
             present = read_certificate(path.read_text())
-            if present.valid_before > needed and present.principals == (principal,):
+            # One that begins later was made while the clock of this machine was ahead.
+            valid = present.valid_after <= now and present.valid_before > needed
+            if valid and present.principals == (principal,):
                 return identity
         signature = Signature(
             key_id=principal,

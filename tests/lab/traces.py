@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _tuning_profiles
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 
 from lab.demo.stage import Stage
 
@@ -34,6 +35,7 @@ _EXPECTED = re.compile("|".join(EXPECTED))
 _SYSCTL = sorted(
     {
         "net.ipv4.ip_forward",
+        *_baseline_files.NEIGHBOURS,
         *(key for one in _tuning_profiles.DEFINITIONS.values() for key in one.sysctl),
     }
 )

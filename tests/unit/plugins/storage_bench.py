@@ -30,6 +30,7 @@ MIB = 1 << 20
 class Namespace:
     """Answers of a namespace, and its honesty.
 
+    active, allocated: the controller's lists of namespaces; it refuses a list that is None.
     leaves: a discard or format reports success and leaves the bytes. refuses: NVMe status of a
     format. unsupported: ioctls that the driver does not know.
     """
@@ -43,6 +44,7 @@ class Namespace:
     oacs: int = 0x2
     fna: int = 0x0
     active: tuple[int, ...] = (1,)
+    allocated: tuple[int, ...] | None = None
     leaves: set[str] = field(default_factory=set)
     refuses: int = 0
     unsupported: set[int] = field(default_factory=set)
@@ -63,7 +65,8 @@ class Namespace:
             struct.pack_into("<H", data, 256, self.oacs)
             data[524] = self.fna
         else:
-            struct.pack_into(f"<{len(self.active)}I", data, 0, *self.active)
+            listed = self.active if structure == 2 else self.allocated or ()
+            struct.pack_into(f"<{len(listed)}I", data, 0, *listed)
         return bytes(data)
 
 
@@ -194,6 +197,8 @@ def admin(namespace: Namespace, buffer: bytearray, erase: Callable[[], None]) ->
     fields = struct.unpack("<BBHIIIQQIIIIIIIIII", buffer)
     opcode, address, length, cdw10 = fields[0], fields[7], fields[9], fields[10]
     if opcode == 0x06:
+        if cdw10 == 0x10 and namespace.allocated is None:
+            return 0x4002  # Invalid Field in Command
         ctypes.memmove(address, namespace.identify(cdw10), length)
         return 0
     if opcode == 0x82:

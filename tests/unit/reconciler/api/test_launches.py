@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import yaml
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from sqlalchemy import Connection
 
 from reconciler.api import allocations
@@ -157,6 +161,9 @@ def test_other_tenants_are_not_there(selling: Stack) -> None:
         ({"capacity_shape": "gpu_partition"}, "request_invalid"),
         ({"gpu_count": 0}, "request_invalid"),
         ({"username": "root"}, "request_invalid"),
+        ({"username": "adm"}, "request_invalid"),
+        ({"username": "systemd-journal"}, "request_invalid"),
+        ({"username": "gpuaas"}, "request_invalid"),
         ({"username": "a b"}, "request_invalid"),
         ({"gpu_count": True}, "request_invalid"),
         ({"gpu_count": "1"}, "request_invalid"),
@@ -173,6 +180,8 @@ def test_other_tenants_are_not_there(selling: Stack) -> None:
         ({"ssh_keys": [f'command="id" {KEY}']}, "request_invalid"),
         ({"ssh_keys": [KEY.replace("ssh-ed25519", "ssh-rsa")]}, "request_invalid"),
         ({"ssh_keys": ["ssh-ed25519 ****"]}, "request_invalid"),
+        ({"ssh_keys": ["ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"]}, "request_invalid"),
+        ({"ssh_keys": [f"{KEY.split()[0]} {KEY.split()[1]}AAAA"]}, "request_invalid"),
         ({"ssh_keys": [f"{KEY}\n{KEY}"]}, "request_invalid"),
         ({"node_id": NODE}, "request_invalid"),
         ({"parameters": {"ready_deadline_s": 0}}, "request_invalid"),
@@ -187,6 +196,21 @@ def test_other_tenants_are_not_there(selling: Stack) -> None:
 )
 def test_bad_wishes(selling: Stack, wrong: dict[str, Any], code: str) -> None:
     assert refused(selling, lambda: launch(selling, **wrong))["code"] == code
+
+
+def test_a_key_has_one_spelling(selling: Stack) -> None:
+    """The gateway compares keys by their text, so another one of the same key would stay valid when
+    this one is revoked.
+    """
+    key = ec.generate_private_key(ec.SECP256R1()).public_key()
+    line = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    # Bits that base64 leaves over.
+    stem, last = line.rstrip("=")[:-1], line.rstrip("=")[-1]
+    alphabet = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
+    other = f"{stem}{alphabet[alphabet.index(last) + 1]}{line[len(line.rstrip('=')) :]}"
+    assert other != line and base64.b64decode(other.split()[1]) == base64.b64decode(line.split()[1])
+    made = launch(selling, ssh_keys=[f"{other} laptop"]).json()
+    assert made["ssh_keys"] == [f"{line} laptop"]
 
 
 def test_a_member_may_ask_for_the_minimum_of_the_profile(selling: Stack, tmp_path: Path) -> None:

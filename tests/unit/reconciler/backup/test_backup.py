@@ -415,6 +415,26 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
         assert folder.exists()
 
 
+def with_gateway(life: Life, postgres: Server, file: Path) -> tuple[str, ...]:
+    """Back a site with the gateway's role up; returns the words by which the server is asked."""
+    with reading(life.engine) as conn:
+        text = role.sql(conn, 40).replace("\\set ON_ERROR_STOP on", "")
+    where = ("-h", str(postgres.folder), "-U", "gpuaas")
+    postgres.run("psql", *where, "-d", str(life.engine.url.database), "-c", text)
+    archive.write(life.settings, file)
+    life.engine.dispose()
+    return where
+
+
+def gateway_reads(url: str) -> bool:
+    engine = open_engine(url)
+    query = f"SELECT has_column_privilege('{role.NAME}', 'nodes', 'address', 'SELECT')"
+    with reading(engine) as conn:
+        given = conn.exec_driver_sql(query).scalar_one()
+    engine.dispose()
+    return bool(given)
+
+
 @pytest.mark.postgres
 @pytest.mark.covers("CTRL-2")
 @pytest.mark.parametrize("urls", ["postgresql"], indirect=True)
@@ -422,23 +442,8 @@ def test_a_site_is_restored_on_a_server_without_its_other_roles(
     before: Life, urls: tuple[str, str], postgres: Server, tmp_path: Path
 ) -> None:
     """Roles belong to the server, not to the database, so no dump has them."""
-
-    def gateway_reads(url: str) -> bool:
-        engine = open_engine(url)
-        query = f"SELECT has_column_privilege('{role.NAME}', 'nodes', 'address', 'SELECT')"
-        with reading(engine) as conn:
-            given = conn.exec_driver_sql(query).scalar_one()
-        engine.dispose()
-        return bool(given)
-
-    with reading(before.engine) as conn:
-        text = role.sql(conn, 40).replace("\\set ON_ERROR_STOP on", "")
-    where = ("-h", str(postgres.folder), "-U", "gpuaas")
-    postgres.run("psql", *where, "-d", str(before.engine.url.database), "-c", text)
     file = tmp_path / "site.tar.gz"
-    archive.write(before.settings, file)
-    before.engine.dispose()
-
+    where = with_gateway(before, postgres, file)
     same = restore(settled(tmp_path / "same", urls[1]), file)
     assert "rights_not_restored" not in same and gateway_reads(urls[1])
     for url in urls:
@@ -450,6 +455,42 @@ def test_a_site_is_restored_on_a_server_without_its_other_roles(
     assert other["lost_tasks"] == [before.task]
     with pytest.raises(Problem, match="restore_not_empty"):
         restore(settled(tmp_path / "third", urls[1]), file)
+
+
+@pytest.mark.postgres
+@pytest.mark.covers("CTRL-2")
+@pytest.mark.parametrize("urls", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_rights_follow_a_restore_that_was_cut_off_near_them(
+    before: Life, urls: tuple[str, str], postgres: Server, tmp_path: Path, when: str
+) -> None:
+    file = tmp_path / "site.tar.gz"
+    where = with_gateway(before, postgres, file)
+    after = settled(tmp_path / "after", urls[1])
+    cut_off(after, file, archive, "put_back_rights", when)
+    assert "rights_not_restored" not in restore(after, file)
+    assert gateway_reads(urls[1])
+    for url in urls:
+        postgres.database(str(sa.make_url(url).database))
+    postgres.run("dropuser", *where, role.NAME)
+
+
+def test_a_copy_from_a_server_that_hangs_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keepalives do not help where a proxy acknowledges everything."""
+    program = tmp_path / "bin/pg_dump"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\ncp "$PGSERVICEFILE" {tmp_path}/used\nexec sleep 600\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(archive, "_LOOK_S", 0.1)
+    monkeypatch.setattr(archive, "_STILL_S", 0.3)
+    engine = open_engine("postgresql+psycopg://gpuaas@127.0.0.1:1/gpuaas?keepalives_idle=7")
+    with pytest.raises(Problem, match="nothing new in"):
+        archive.copy_database(engine, tmp_path / "copy")
+    used = (tmp_path / "used").read_text().splitlines()
+    assert {"connect_timeout=10", "tcp_user_timeout=25000", "keepalives_idle=7"} <= set(used)
 
 
 @pytest.mark.postgres

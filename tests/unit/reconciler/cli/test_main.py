@@ -11,6 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -173,6 +174,22 @@ def test_an_answer_that_leads_elsewhere_is_no_success() -> None:
     api.close()
 
 
+@pytest.mark.parametrize(
+    "page",
+    [{}, {"items": 5, "next": ""}, {"items": [5], "next": ""}, {"items": [], "next": "again"}],
+)
+def test_a_list_of_another_form_is_no_traceback(
+    tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, page: dict[str, Any]
+) -> None:
+    """The last one never ends."""
+    transport = httpx.MockTransport(lambda _request: httpx.Response(200, json=page))
+    http = httpx.Client(base_url="http://api.example", transport=transport)
+    monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
+    (tmp_path / "token").write_text("x")
+    gpuaas("nodes", "list", "--token-file", str(tmp_path / "token"), "--output", "json")
+    assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "http_error")
+
+
 def test_a_wait_survives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that never answered is missed at once, and nothing but a GET is repeated."""
     answers: list[httpx.Response | Exception] = []
@@ -194,9 +211,10 @@ def test_a_wait_survives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatc
     answers += [refused]
     with pytest.raises(Problem, match="reconciler_unreachable"):
         api.get("/projects")
-    proxied = httpx.Response(502, text="Bad Gateway")
-    answers += [httpx.Response(200, json=1), cut_off, refused, proxied, httpx.Response(200, json=2)]
-    assert [api.get("/projects"), api.get("/projects")] == [1, 2] and len(pauses) == 3
+    proxied, done = httpx.Response(502, text="Bad Gateway"), httpx.Response(200, json={"n": 2})
+    answers += [httpx.Response(200, json={"n": 1}), cut_off, refused, proxied, done]
+    assert [api.get("/projects"), api.get("/projects")] == [{"n": 1}, {"n": 2}]
+    assert len(pauses) == 3
     # What the service itself says of its database, and a service that hangs, end the request.
     away = {"code": "database_away", "expected": "a", "found": "b", "remedy": "c"}
     for last in (httpx.Response(503, json=away), httpx.ReadTimeout("silent")):
@@ -288,6 +306,10 @@ def test_what_is_no_token_is_named_and_not_shown(
     ("status", "text"),
     [
         (200, "<h1>Log\nin</h1>"),
+        (200, "null"),
+        (200, "[]"),
+        (200, "[" * 100_000),
+        (500, "[" * 100_000),
         (502, "<h1>Bad\nGateway</h1>"),
         (404, '["no problem"]'),
         (404, '{"code": "x"}'),

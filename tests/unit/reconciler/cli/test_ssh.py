@@ -59,6 +59,16 @@ def test_settings_name_the_gateway_and_every_key(mine: str, gpuaas: Gpuaas, tmp_
     assert second == f"{mine} {GUEST}"
 
 
+@pytest.mark.parametrize("name", ["eve\n    ProxyCommand touch ran", "eve bob", '"', "-oX"])
+def test_no_answer_adds_a_setting(mine: str, gpuaas: Gpuaas, selling: Stack, name: str) -> None:
+    """A service that was taken over would run commands on the computers of its members."""
+    with transaction(selling.engine) as conn:
+        document = {"username": name, "host_keys": [GUEST]}
+        conn.execute(sa.update(allocations).values(connection=document))
+    assert gpuaas("ssh-config", mine, *AT) == ""
+    assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "http_error")
+
+
 @pytest.mark.parametrize(
     ("words", "passed"),
     [

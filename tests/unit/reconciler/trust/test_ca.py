@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Self
 
 import pytest
 from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
@@ -111,6 +112,23 @@ def test_the_operator_has_a_short_certificate_that_is_renewed_in_time(trust: ca.
     read = read_certificate(later.certificate.read_text())
     assert read.valid_before - datetime.now(UTC) > timedelta(seconds=7200)
     assert later.key == first.key
+
+
+def test_a_certificate_that_begins_later_is_made_anew(
+    trust: ca.Trust, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the service's machine was ahead once: no host would let it in until then."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) + timedelta(days=30)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ca, "datetime", Ahead)
+        ca.operator_identity(trust, valid_s=600)
+    identity = ca.operator_identity(trust, valid_s=600)
+    assert read_certificate(identity.certificate.read_text()).valid_after < datetime.now(UTC)
 
 
 @pytest.mark.parametrize("of", [ca.relay_certificate, ca.terminal_certificate])
