@@ -163,21 +163,26 @@ def egress_of(network: Mapping[str, Any]) -> _flows.Egress:
 
 def installed() -> str | None:
     """The table as the kernel prints it, without counters; None without the table."""
+    return listed(_LIST)
+
+
+def listed(command: list[str]) -> str | None:
+    """What nft prints of a table; None without the table."""
     try:
-        listed = _command.run(_LIST, ok=(0, 1))
+        printed = _command.run(command, ok=(0, 1))
     except Refusal as refusal:
         if refusal.code != "command_missing":
             raise
         # nft makes the table, so a host without nft cannot have it.
         return None
-    return listed.out if listed.rc == 0 else None
+    return printed.out if printed.rc == 0 else None
 
 
 def refused() -> dict[str, Counter[str]]:
     """Refused packets by port of the guest and kind, since the table was loaded."""
-    listed = _command.run(["nft", "list", "counters", "table", "inet", TABLE], ok=(0, 1)).out
+    counters = _command.run(["nft", "list", "counters", "table", "inet", TABLE], ok=(0, 1)).out
     by_port: dict[str, Counter[str]] = {}
-    for kind, port, packets in _COUNTER.findall(listed):
+    for kind, port, packets in _COUNTER.findall(counters):
         by_port.setdefault(port, Counter())[kind] = int(packets)
     return by_port
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
 
 TABLE = "gpuaas_connections"
 # Kind of refused traffic (`_refusals`).
@@ -95,14 +95,7 @@ def rules(bridge: str) -> str:
 
 def installed() -> str | None:
     """The table as the kernel prints it, without its counts; None without the table."""
-    try:
-        listed = _command.run(_LIST, ok=(0, 1))
-    except Refusal as refusal:
-        if refusal.code != "command_missing":
-            raise
-        # nft makes the table, so a host without nft cannot have it.
-        return None
-    return listed.out if listed.rc == 0 else None
+    return _firewall.listed(_LIST)
 
 
 @lru_cache(maxsize=4)
