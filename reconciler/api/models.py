@@ -209,7 +209,8 @@ _KEY_TYPES = frozenset(
 _RSA_BITS = 1024
 
 
-def _public_key(text: str) -> str:
+def _typed_key(text: str) -> str:
+    """Type, base64 and comment, in the one spelling of its bytes by which the gateway knows it."""
     # The guest's SSH server would obey options in front of a key, such as command="…".
     kind, _, rest = text.partition(" ")
     blob, _, comment = rest.partition(" ")
@@ -221,8 +222,13 @@ def _public_key(text: str) -> str:
         raise ValueError("the key is not base64") from error
     if not data.startswith(len(kind).to_bytes(4, "big") + kind.encode()):
         raise ValueError("the key is not of the type that it names")
-    # The one spelling of these bytes, in which the gateway looks for the key.
-    line = f"{kind} {base64.b64encode(data).decode()}"
+    return f"{kind} {base64.b64encode(data).decode()} {comment}".rstrip()
+
+
+def _public_key(text: str) -> str:
+    typed = _typed_key(text)
+    kind, blob, *comment = typed.split(" ", 2)
+    line = f"{kind} {blob}"
     try:
         key = load_ssh_public_key(line.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -231,11 +237,24 @@ def _public_key(text: str) -> str:
         if key.key_size < _RSA_BITS:
             raise ValueError(f"OpenSSH takes no RSA key of less than {_RSA_BITS} bits")
         line = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-    return f"{line} {comment}".rstrip()
+    return " ".join((line, *comment))
+
+
+def _known_key(text: str) -> str:
+    """As `_public_key`; a key that was accepted before it was checked as a whole can be named."""
+    try:
+        return _public_key(text)
+    except ValueError:
+        return _typed_key(text)
 
 
 PublicKey = Annotated[
     str,
     StringConstraints(max_length=2048, pattern=r"^[ -~]*$", strip_whitespace=True),
     AfterValidator(_public_key),
+]
+KnownKey = Annotated[
+    str,
+    StringConstraints(max_length=2048, pattern=r"^[ -~]*$", strip_whitespace=True),
+    AfterValidator(_known_key),
 ]

@@ -12,7 +12,7 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from reconciler.api.http import PageOf, Paging
-from reconciler.api.models import Answer, Filter, Id, Moment, PublicKey, Reasoned
+from reconciler.api.models import Answer, Filter, Id, KnownKey, Moment, PublicKey, Reasoned
 from reconciler.api.security import Member
 from reconciler.db import schema
 from reconciler.lifecycle import quota
@@ -27,6 +27,12 @@ class GivenKey(Reasoned):
     """A public key."""
 
     public_key: PublicKey
+
+
+class RevokedKey(Reasoned):
+    """A public key that may be in the records."""
+
+    public_key: KnownKey
 
 
 class SshKey(Answer):
@@ -98,7 +104,7 @@ def register_key(project_id: Id, body: GivenKey, context: Member) -> JSONRespons
 
 
 @router.post("/ssh-keys/revoke", response_model=SshKey)
-def revoke_key(project_id: Id, body: GivenKey, context: Member) -> JSONResponse:
+def revoke_key(project_id: Id, body: RevokedKey, context: Member) -> JSONResponse:
     """Revoke a key, registered or of a launch, for good, and cut its sessions."""
 
     def work(conn: Connection, act: Act) -> SshKey:

@@ -130,7 +130,7 @@ def bootstrap(
 
 
 # Code of a slot whose disk has to be taken over again.
-_AGAIN = "proof_outdated"
+_AGAIN = "proof_missing"
 
 
 @app.command()
@@ -142,8 +142,8 @@ def convert(
 ) -> None:
     """Convert a slice host to bare metal, or back. Refused while a slot is in use.
 
-    To slice: approved slots are bound and proven as well; fails when more is open then than the
-    takeover of their disks, whose proofs the conversion ends.
+    To slice: approved slots are bound and proven as well. Their disks must then be taken over
+    again, because the conversion ends the proofs of all disks. Fails when anything else is open.
     """
     body = {"to": to, "allow_reboot": allow_reboot}
     task = tasks.run(f"/admin/nodes/{node}/conversion", body, wait=wait)

@@ -77,7 +77,6 @@ def judge(
             proof=_proof(proof),
             exclusive_ended_at=seen.exclusive_ended_at,
             restored_at=seen.restored_at,
-            sliced_at=seen.node.mode_since,
             wipe_policy=proofs.policy(slot),
             others=tuple(bundle for key, bundle in seen.bundles.items() if key != slot.id),
             drift=_drift(slot),
@@ -129,6 +128,7 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
         opened: list[str] = []
         closed: dict[str, list[dict[str, str]]] = {}
         seen = host(conn, node_id)
+        wanted = (SlotState.DISABLED, SlotState.AVAILABLE, None)
         for slot in rows.every(conn, query.order_by(slots.c.slot_index), Slot):
             closed_by = judge(conn, slot, proofs.current(conn, slot), seen)
             if closed_by:
@@ -136,7 +136,7 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
                 continue
             with locks.slot(conn, slot.id) as now:
                 # An operator may have disabled or withdrawn it since.
-                if now.generation == slot.generation:
+                if (now.status, now.wanted, now.retired_at) == wanted:
                     make_available(conn, slot.id, act)
                     opened.append(slot.id)
         return {"opened": opened, "closed": closed}

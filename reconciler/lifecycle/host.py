@@ -146,6 +146,11 @@ def bootstrapped(
             if kept.event == "maintain":
                 node = advance(conn, Node, id, "maintain", why)
     if node.mode == NodeMode.CONVERTING_TO_SLICE:
+        # The host has ended its proofs, because nothing tells what an ordinary machine did with its
+        # disks.
+        there = (slots.c.node_id == id, slots.c.retired_at.is_(None))
+        update = sa.update(slots).where(*there)
+        conn.execute(update.values(disk_generation=slots.c.disk_generation + 1))
         node = advance(conn, NODE_MODE, id, "converted", act)
     return node
 
@@ -154,15 +159,17 @@ def _taken_out(conn: sa.Connection, id: str) -> StateChange | None:
     """The drain or maintenance of a person, or the hold of an open BIOS job, that no person has
     ended. A new installation does not end it.
     """
-    events = ("drain", "maintain", "resume")
+    events = ("drain", "maintain", "resume", "bootstrap")
     query = sa.select(history).where(
         history.c.entity == "node", history.c.entity_id == id, history.c.event.in_(events)
     )
-    for row in rows.every(conn, query.order_by(history.c.id.desc()), StateChange):
-        if row.event == "resume":
+    # The first of them is the end of this bootstrap.
+    for row in rows.every(conn, query.order_by(history.c.id.desc()), StateChange)[1:]:
+        # Maintenance drains only what no person had drained.
+        if row.event in ("resume", "bootstrap") or DRAINED in row.evidence:
             return None
-        # A limit of time has passed, or a restart was under way: neither was meant to last.
-        if not row.evidence.keys() & {"deadline", DRAINED}:
+        # A limit of time that has passed was not meant to last.
+        if "deadline" not in row.evidence:
             return row
     return None
 

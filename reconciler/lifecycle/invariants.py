@@ -277,7 +277,6 @@ def proven(conn: sa.Connection) -> Found:
     """I4, I6: an available slot has a proof that is newer than every use of its disk."""
     in_use = _proofs_in_use(conn)
     installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
-    sliced = _pairs(conn, nodes.c.id, nodes.c.mode_since)
     left = cache(partial(exclusive_ended_at, conn))
     for slot in _on_sale(conn):
         proof = in_use.get(slot.available_proof_id or "")
@@ -289,7 +288,6 @@ def proven(conn: sa.Connection) -> Found:
             (proof.node_id != slot.node_id, "a proof from another node"),
             (proof.disk_generation != slot.disk_generation, "a proof from before its tenant"),
             (proof.created_at < left(slot.node_id), "a proof from before the machine's tenant"),
-            (proof.created_at < sliced[slot.node_id], "a proof from before the conversion"),
             (proof.install_id != installed[slot.node_id], "a proof to another installation"),
             (not _says_clean(slot, proof), f"a {proof.kind} proof that does not say so"),
             (slot.retired_at is not None, "its approval withdrawn"),

@@ -42,19 +42,20 @@ def unsold_slots(conn: sa.Connection, case: RecoveryCase) -> list[Slot]:
         slot
         for slot in slots_of(conn, case)
         if (
-            not _came_back(conn, slot, generations.get(slot.id))
+            not _came_back(conn, case, slot, generations.get(slot.id))
             if slot.retired_at
             else slot.disk_generation == generations.get(slot.id)
         )
     ]
 
 
-def _came_back(conn: sa.Connection, slot: Slot, generation: int | None) -> bool:
-    """Whether a disk was proven clean after its claim of this generation."""
+def _came_back(conn: sa.Connection, case: RecoveryCase, slot: Slot, generation: int | None) -> bool:
+    """Whether a disk was proven clean since the case began, after its claim of this generation."""
     proven = sa.select(proof_table.c.id).where(
         proof_table.c.slot_id == slot.id,
         proof_table.c.disk_generation == generation,
         proof_table.c.kind == ProofKind.WIPE,
+        proof_table.c.created_at >= case.requested_at,
     )
     return rows.first(conn, proven) is not None
 

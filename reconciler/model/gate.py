@@ -67,9 +67,8 @@ class GateEvidence:
     """All input of the gate; None for evidence that does not exist.
 
     others: the bundles of the node's other slots. restored_at: when the records were restored from
-    a backup, 0 for never; a backup lacks every use of the disk since it was made. sliced_at: when
-    the node became a slice host, which ends every earlier proof on the host itself. drift: a trace
-    on the host of a slot that no allocation has, "" without any. firmware: code of a blocker of the
+    a backup, 0 for never; a backup lacks every use of the disk since it was made. drift: a trace on
+    the host of a slot that no allocation has, "" without any. firmware: code of a blocker of the
     machine's firmware after a tenant was root on it.
     """
 
@@ -88,7 +87,6 @@ class GateEvidence:
     firmware: str = ""
     exclusive_ended_at: float = 0.0
     restored_at: float = 0.0
-    sliced_at: float = 0.0
     wipe_policy: str = DEFAULT_POLICY
     others: tuple[Bundle, ...] = ()
     drift: str = ""
@@ -225,11 +223,6 @@ def _proof(evidence: GateEvidence) -> list[Blocker]:
             proof.recorded_at < evidence.restored_at,
             "proof_outdated",
             "the proof is from before the records were restored from a backup",
-        ),
-        (
-            proof.recorded_at < evidence.sliced_at,
-            "proof_outdated",
-            "the proof is from before the host's last conversion to slices: take the disk over",
         ),
         (elsewhere, "proof_stale", "the disk was proven clean to another installation or host key"),
         (

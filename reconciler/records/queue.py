@@ -410,7 +410,7 @@ def every(
 
 @dataclass(frozen=True)
 class Past:
-    """What all tasks of an allocation say together; its project can make any number of them.
+    """Summary of all tasks of an allocation. Its project can make any number of them.
 
     begun: one was started. repeated: one had several attempts. finished_at: the last end, 0.0
     without any.

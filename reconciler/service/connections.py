@@ -19,21 +19,24 @@ REQUEST_S = 60.0
 
 
 def limited(limit: int = 0) -> type[H11Protocol]:
-    """A protocol for one server, with connections of its own.
+    """The protocol of a single server.
 
     limit: how many may be open, by default half of the files that this process may have. With more,
     the one that has waited longest for its request is closed.
     """
     most = limit or max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
     # By the time since which they wait.
-    waiting: dict[H11Protocol, asyncio.TimerHandle] = {}
+    waiting: dict[Limited, asyncio.TimerHandle] = {}
 
     class Limited(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._wait()
             if len(self.connections) > most:
-                next(iter(waiting)).transport.abort()
+                # At once, because all that come in the same moment would choose the same one.
+                oldest = next(iter(waiting))
+                oldest._stop_waiting()
+                oldest.transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
@@ -43,6 +46,17 @@ def limited(limit: int = 0) -> type[H11Protocol]:
             super().handle_events()
             # After an error the peer may still not read that answer.
             if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR):
+                self._stop_waiting()
+
+        def pause_writing(self) -> None:
+            # The peer takes no more of an answer.
+            super().pause_writing()
+            self._stop_waiting()
+            self._wait()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
 
         def handle_websocket_upgrade(self, event: h11.Request) -> None:

@@ -17,7 +17,7 @@ _PAUSE_S = 2.0
 # Exit code 100 has many causes, so the error text counts; _command fixes its language. A lock that
 # apt cannot open (wrong user, missing folder, read-only medium) gives "are you root?" instead, and
 # apt is then not retried.
-_HELD = ("Could not get lock", "is another process using it?")
+_HELD = ("Could not get lock", "is another process using it?", "was locked by another process")
 # A dpkg that was killed, as by a loss of power, leaves packages half configured.
 _BROKEN = "dpkg was interrupted"
 _MEND = ("dpkg", "--configure", "--pending", "--force-confold", "--force-confdef")
@@ -33,19 +33,18 @@ def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None
     function waits for those two. Raises Refusal `apt_locked` after `wait` seconds. What a killed
     dpkg left is configured first, once.
     """
-    until, mended = time.monotonic() + wait, False
+    until, mending, mended = time.monotonic() + wait, False, False
     while True:
         left = max(0, round(until - time.monotonic()))
-        argv = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet"]
-        argv += _given([f"DPkg::Lock::Timeout={left}", *settings])
+        argv = ["apt-get", "--quiet", *_given([f"DPkg::Lock::Timeout={left}", *settings]), *words]
+        command = _MEND if mending else argv
         try:
-            _command.run([*argv, *words], timeout=_WORK_S + left)
+            _command.run(
+                ["env", "DEBIAN_FRONTEND=noninteractive", *command], timeout=_WORK_S + left
+            )
         except Refusal as refusal:
             if refusal.code == "command_failed" and _BROKEN in refusal.found and not mended:
-                mended = True
-                _command.run(
-                    ["env", "DEBIAN_FRONTEND=noninteractive", *_MEND], timeout=_WORK_S + left
-                )
+                mending = mended = True
                 continue
             if refusal.code != "command_failed" or not any(has in refusal.found for has in _HELD):
                 raise
@@ -58,7 +57,9 @@ def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None
                 ) from refusal
             time.sleep(_PAUSE_S)
         else:
-            return
+            if not mending:
+                return
+            mending = False
 
 
 def offered(names: Sequence[str]) -> frozenset[str]:

@@ -265,8 +265,8 @@ def changed_at(folder: Path) -> int:
 
 def _is_open(folder: str) -> bool:
     """Whether dnsmasq's user can read the folder."""
-    found = _host.path(folder)
-    return found.is_dir() and found.stat().st_mode & _READABLE == _READABLE
+    path = _host.path(folder)
+    return path.is_dir() and path.stat().st_mode & _READABLE == _READABLE
 
 
 def _make_folders() -> None:

@@ -75,7 +75,6 @@ def admit(domain: str, definition: str) -> None:
     number = _flows.await_port(guard.port, deadline=_DEADLINE_S)
     # A domain that starts has no connection of its own; the number may have been another's.
     _flows.forget_connections(number)
-    _host_connections.forget(guard.ip)
     end = time.monotonic() + _DEADLINE_S
     while True:
         left = _restored(settings, guard)
@@ -90,6 +89,7 @@ def _restored(settings: _guards.Params, guard: _flows.Guard) -> str:
     """Restore the isolation; returns the difference that is left, or the reason."""
     try:
         # The guardian may do the same at the same time.
+        _host_connections.forget(guard.ip)
         _guards.restore(settings, with_firewall=True)
         state = _guards.observe(settings)
     except Refusal as refusal:

@@ -248,7 +248,7 @@ def test_one_call_leads_to_a_proven_host_and_a_takeover_to_slots_on_sale(selling
     # Nothing recorded how the ordinary machine used the disks, so the host has ended their proofs.
     assert {slot["status"] for slot in admin.get(SLOTS).json()["items"]} == {"disabled"}
     closed = story[-1]["result"]["closed"].values()
-    assert {row["code"] for rows in closed for row in rows} == {"proof_outdated"}
+    assert {row["code"] for rows in closed for row in rows} == {"proof_missing"}
     with transaction(selling.engine) as conn:
         for slot in slot_records.of_node(conn, NODE):
             proof = {"disk": slot.nvme_identity, "verified": True, "method": "discard"}

@@ -439,7 +439,9 @@ def test_keys_and_rules_are_added_at_the_pace_of_people(
     assert answer.status_code == 200
     own = selling.client(VICTIM).post("projects/demo/ssh-keys", json={"public_key": names[2]})
     assert own.status_code == 201
-    # Invented keys leave rows, too; that of a machine is known.
+    # Invented keys leave rows, too; that of a machine is known, and a damaged one may be, too.
+    damaged = {"public_key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"}
+    assert attack(selling, "POST", f"{keys}/revoke", json=damaged).status_code == 429
     answer = attack(selling, "POST", f"{keys}/revoke", json={"public_key": names[2]})
     assert answer.status_code == 429
     grab(selling, ssh_keys=[names[2]])

@@ -466,7 +466,7 @@ class Story(RuleBasedStateMachine):
         with transaction(self.engine) as conn:
             for slot in slots.of_node(conn, node):
                 codes = {blocker.code for blocker in gate.gate(conn, slot.id)}
-                if slot.status != SlotState.DISABLED or "proof_outdated" not in codes:
+                if slot.status != SlotState.DISABLED or "proof_missing" not in codes:
                     continue
                 if not self.model.bytes_of.get(slot.nvme_identity):
                     proof = {"disk": slot.nvme_identity, "method": "discard", "verified": True}

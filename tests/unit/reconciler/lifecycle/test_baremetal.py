@@ -341,6 +341,9 @@ def test_a_machine_that_a_person_took_out_stays_out_over_its_new_installation(
         assert (node(conn).state, node(conn).mode) == (kept, "baremetal")
         assert "its power supply fails" in node(conn).state_reason
         assert machines.reasons(conn) == {"m1": f"node_{kept}"}
+        # Also over the next one.
+        machines.reinstall(conn)
+        assert node(conn).state == kept
         # A person's word ends it, also for the next installation.
         maintenance.resume(conn, "m1", machines.act)
         machines.reinstall(conn)

@@ -82,11 +82,6 @@ def older_boot(site: Site, conn: sa.Connection) -> None:
     conn.execute(sa.update(tables.nodes).values(boot_id="another"))
 
 
-def converted_since(_site: Site, conn: sa.Connection) -> None:
-    """The proof is from before the machine was an ordinary one."""
-    conn.execute(sa.update(tables.nodes).values(mode_since=tables.nodes.c.mode_since + 1e6))
-
-
 def stale_proof(_site: Site, conn: sa.Connection) -> None:
     conn.execute(sa.update(tables.proofs).values(document={"verified": False}))
 
@@ -157,7 +152,6 @@ def without_claims(site: Site, conn: sa.Connection) -> None:
         (another_claim, {"I1 slot_id", "I1 nvme_identity", "I1 management_mac", "I3 slot"}),
         (apart, {"I3 allocation", "I20 allocation"}),
         (stale_proof, {"I4 slot"}),
-        (converted_since, {"I4 slot"}),
         (high_fence, {"I10 claim", "I10 task"}),
         (unseen, {"I12 task", "I12 allocation"}),
         (lost_run, {"I13 slot"}),

@@ -60,7 +60,6 @@ def test_opens(evidence: GateEvidence) -> None:
         ({"disk_generation": 1}, ["proof_outdated"]),
         ({"exclusive_ended_at": 11}, ["proof_outdated"]),
         ({"restored_at": 11}, ["proof_outdated"]),
-        ({"sliced_at": 11}, ["proof_outdated"]),
         ({"boot_id": "b2"}, ["discovery_stale", "parity_stale"]),
         ({"install_id": "i2"}, ["proof_stale", "discovery_stale", "parity_stale"]),
         ({"approved_at": 31}, ["discovery_stale", "parity_stale"]),

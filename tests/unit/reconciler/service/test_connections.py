@@ -6,12 +6,12 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 from websockets.sync.client import connect
@@ -23,6 +23,7 @@ from tests.unit.reconciler.api.stack import listening
 pytestmark = pytest.mark.covers("CTRL-1")
 
 _WAIT_S = 0.4
+_READ = ("quick", "slow", "large", "stream")
 _HEAD = b"GET /%s HTTP/1.1\r\nHost: h\r\n\r\n"
 _POST = b"POST /body HTTP/1.1\r\nHost: h\r\nContent-Length: 10\r\n\r\n"
 
@@ -44,6 +45,13 @@ class Service:
 
     async def large(self, _: Request) -> Response:
         return PlainTextResponse("x" * (32 * BODY_LIMIT))
+
+    async def stream(self, _: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(512):
+                yield b"x" * (BODY_LIMIT // 16)
+
+        return StreamingResponse(parts())
 
     async def body(self, request: Request) -> Response:
         try:
@@ -73,7 +81,7 @@ def address(
     service: Service, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(connections, "REQUEST_S", _WAIT_S)
-    routes = [Route(f"/{name}", getattr(service, name)) for name in ("quick", "slow", "large")]
+    routes = [Route(f"/{name}", getattr(service, name)) for name in _READ]
     routes += [Route("/body", service.body, methods=["POST"]), WebSocketRoute("/ws", service.echo)]
     app = Starlette(routes=[*routes])
     # Only the limit under test ends a connection.
@@ -140,14 +148,26 @@ def test_single_bytes_give_no_more_time(dial: Open) -> None:
             time.sleep(_WAIT_S / 10)
 
 
-def test_a_peer_that_reads_no_answer_is_cut(dial: Open) -> None:
+@pytest.mark.parametrize("answer", [b"large", b"stream"])
+def test_a_peer_that_reads_no_answer_is_cut(dial: Open, answer: bytes) -> None:
     one = dial()
-    one.sendall(_HEAD % b"large")
+    one.sendall(_HEAD % answer)
     time.sleep(4 * _WAIT_S)
     received = 0
     while part := one.recv(1 << 20):
         received += len(part)
     assert received < 32 * BODY_LIMIT
+
+
+def test_a_peer_that_reads_slowly_gets_its_answer(dial: Open) -> None:
+    one = dial()
+    one.sendall(_HEAD % b"stream")
+    # The kernel's buffers are full long before the end.
+    for _ in range(4):
+        time.sleep(_WAIT_S / 2)
+        for _ in range(64):
+            assert one.recv(1 << 16)
+    assert ended(one)
 
 
 def test_a_peer_that_asks_again_and_again_stays(dial: Open) -> None:
@@ -171,6 +191,19 @@ def test_a_terminal_may_be_quiet_for_longer(address: tuple[str, int]) -> None:
         time.sleep(3 * _WAIT_S)
         terminal.send("still here")
         assert terminal.recv() == "still here"
+
+
+@pytest.mark.parametrize("most", [3])
+def test_of_connections_that_come_at_once_the_oldest_are_cut(
+    dial: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 60)
+    all_at_once = [dial() for _ in range(40)]
+    last = dial()
+    ask(last, b"quick")
+    for one in all_at_once:
+        one.settimeout(0.2)
+    assert sum(not ended(one) for one in all_at_once) < 3
 
 
 @pytest.mark.parametrize("most", [3])
