@@ -45,7 +45,8 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-# Of a task at a site with AWX or UFM. Each of the two has 20 s for its answers before a run begins.
+# Of a task at a site with AWX or UFM, and with MAAS: they have 20 and 25 s for their answers before
+# a run begins.
 _LEAST_LEASE_S, _MAAS_LEASE_S = 25, 30
 # Name of a region to come, and its title.
 _REGION = r"[a-z0-9][a-z0-9-]{0,62}(=[^,=\x00-\x1f]{1,64})?"

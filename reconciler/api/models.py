@@ -248,13 +248,14 @@ def _known_key(text: str) -> str:
         return _typed_key(text)
 
 
+_KEY_LINE = StringConstraints(max_length=2048, pattern=r"^[ -~]*$", strip_whitespace=True)
 PublicKey = Annotated[
     str,
-    StringConstraints(max_length=2048, pattern=r"^[ -~]*$", strip_whitespace=True),
+    _KEY_LINE,
     AfterValidator(_public_key),
 ]
 KnownKey = Annotated[
     str,
-    StringConstraints(max_length=2048, pattern=r"^[ -~]*$", strip_whitespace=True),
+    _KEY_LINE,
     AfterValidator(_known_key),
 ]

@@ -34,6 +34,7 @@ from reconciler.model.states import (
 )
 from reconciler.records import certificates, proofs, queue, reports, tokens
 from reconciler.records import nodes as node_records
+from reconciler.records import slots as slot_records
 from reconciler.records.claims import exclusive_ended_at, next_node_fence, of_allocation
 
 # Attempts to reserve a machine when concurrent launches take the candidates (PostgreSQL only).
@@ -262,8 +263,7 @@ def entered(conn: sa.Connection, node_id: str) -> None:
     ids = {*node.tenant_machine_ids, node.machine_id}
     node_records.update(conn, node_id, tenant_machine_ids=sorted(ids))
     firmware.remember(conn, node_id)
-    there = (slots.c.node_id == node_id, slots.c.retired_at.is_(None))
-    conn.execute(sa.update(slots).where(*there).values(disk_generation=slots.c.disk_generation + 1))
+    slot_records.void_proofs(conn, node_id)
 
 
 def provision_succeeded(

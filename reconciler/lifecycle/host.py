@@ -32,6 +32,7 @@ from reconciler.model.states import ClaimKind, ClaimState, NodeMode, NodeState, 
 from reconciler.records import certificates, reports, tokens
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
+from reconciler.records import slots as slot_records
 from reconciler.records.reports import install_id
 from reconciler.settings import Settings
 from reconciler.trust import ca
@@ -148,9 +149,7 @@ def bootstrapped(
     if node.mode == NodeMode.CONVERTING_TO_SLICE:
         # The host has ended its proofs, because nothing tells what an ordinary machine did with its
         # disks.
-        there = (slots.c.node_id == id, slots.c.retired_at.is_(None))
-        update = sa.update(slots).where(*there)
-        conn.execute(update.values(disk_generation=slots.c.disk_generation + 1))
+        slot_records.void_proofs(conn, id)
         node = advance(conn, NODE_MODE, id, "converted", act)
     return node
 

@@ -138,14 +138,6 @@ def run_bundles(claims: Iterable[Claim]) -> list[dict[str, Any]]:
     return [run_bundle(vars(claim), fence=True) for claim in claims if claim.slot_id]
 
 
-def taken_over(conn: sa.Connection, claim: Claim) -> bool:
-    """Whether a later claim has the slot."""
-    later = sa.select(claims.c.id).where(
-        claims.c.slot_id == claim.slot_id, claims.c.disk_generation > claim.disk_generation
-    )
-    return rows.first(conn, later) is not None
-
-
 def held_slots(conn: sa.Connection, allocation_id: str) -> list[Slot]:
     """Slots that no later claim has taken, so that this allocation's traces may be on them.
 

@@ -69,6 +69,13 @@ def _approved(node_id: str, page: Page | None = None) -> sa.Select[Any]:
     return part(query, ORDER, page)
 
 
+def void_proofs(conn: sa.Connection, node_id: str) -> None:
+    """Give disks of the node's approved slots a new generation, for which no proof counts (I4)."""
+    approved = (slots.c.node_id == node_id, slots.c.retired_at.is_(None))
+    void = sa.update(slots).where(*approved)
+    conn.execute(void.values(disk_generation=slots.c.disk_generation + 1))
+
+
 def update(conn: sa.Connection, slot_id: str, **values: Any) -> None:
     update = sa.update(slots).where(slots.c.id == slot_id)
     conn.execute(update.values(generation=slots.c.generation + 1, **values))

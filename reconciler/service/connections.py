@@ -51,7 +51,6 @@ def limited(limit: int = 0) -> type[H11Protocol]:
         def pause_writing(self) -> None:
             # The peer takes no more of an answer.
             super().pause_writing()
-            self._stop_waiting()
             self._wait()
 
         def resume_writing(self) -> None:
@@ -64,12 +63,12 @@ def limited(limit: int = 0) -> type[H11Protocol]:
             super().handle_websocket_upgrade(event)
 
         def on_response_complete(self) -> None:
-            self._stop_waiting()
             self._wait()
             # It begins the next request if that is here already.
             super().on_response_complete()
 
         def _wait(self) -> None:
+            self._stop_waiting()
             # An abort also ends a connection whose peer reads no answer.
             waiting[self] = self.loop.call_later(REQUEST_S, self.transport.abort)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -33,19 +33,28 @@ def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None
     function waits for those two. Raises Refusal `apt_locked` after `wait` seconds. What a killed
     dpkg left is configured first, once.
     """
-    until, mending, mended = time.monotonic() + wait, False, False
+    until = time.monotonic() + wait
+
+    def install(left: int) -> list[str]:
+        return ["apt-get", "--quiet", *_given([f"DPkg::Lock::Timeout={left}", *settings]), *words]
+
+    try:
+        _when_free(install, until, wait)
+    except Refusal as refusal:
+        if refusal.code != "command_failed" or _BROKEN not in refusal.found:
+            raise
+        _when_free(lambda _left: _MEND, until, wait)
+        _when_free(install, until, wait)
+
+
+def _when_free(command: Callable[[int], Sequence[str]], until: float, wait: float) -> None:
+    """Run a command, made for the seconds that are left, once no other process holds its locks."""
     while True:
         left = max(0, round(until - time.monotonic()))
-        argv = ["apt-get", "--quiet", *_given([f"DPkg::Lock::Timeout={left}", *settings]), *words]
-        command = _MEND if mending else argv
+        argv = ["env", "DEBIAN_FRONTEND=noninteractive", *command(left)]
         try:
-            _command.run(
-                ["env", "DEBIAN_FRONTEND=noninteractive", *command], timeout=_WORK_S + left
-            )
+            _command.run(argv, timeout=_WORK_S + left)
         except Refusal as refusal:
-            if refusal.code == "command_failed" and _BROKEN in refusal.found and not mended:
-                mending = mended = True
-                continue
             if refusal.code != "command_failed" or not any(has in refusal.found for has in _HELD):
                 raise
             if time.monotonic() + _PAUSE_S > until:
@@ -57,9 +66,7 @@ def run(*words: str, settings: Sequence[str] = (), wait: float = LOCK_S) -> None
                 ) from refusal
             time.sleep(_PAUSE_S)
         else:
-            if not mending:
-                return
-            mending = False
+            return
 
 
 def offered(names: Sequence[str]) -> frozenset[str]:

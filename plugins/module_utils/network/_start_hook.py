@@ -89,14 +89,16 @@ def _restored(settings: _guards.Params, guard: _flows.Guard) -> str:
     """Restore the isolation; returns the difference that is left, or the reason."""
     try:
         # The guardian may do the same at the same time.
-        _host_connections.forget(guard.ip)
         _guards.restore(settings, with_firewall=True)
         state = _guards.observe(settings)
+        if state is None or guard.cookie not in state.expected:
+            return f"{guard.port} is not on {settings['bridge']}"
+        if steps := _guards.plan(settings, state):
+            return ", ".join(f"{step.name} {step.subject}" for step in steps)
+        _host_connections.forget(guard.ip)
     except Refusal as refusal:
         return str(refusal)
-    if state is None or guard.cookie not in state.expected:
-        return f"{guard.port} is not on {settings['bridge']}"
-    return ", ".join(f"{step.name} {step.subject}" for step in _guards.plan(settings, state))
+    return ""
 
 
 def _interfaces(definition: str) -> list[tuple[str, str, str]]:

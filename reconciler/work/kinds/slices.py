@@ -283,11 +283,10 @@ def absence_variables(work: Work) -> dict[str, Any]:
     """As `claimed`, without slots that another allocation has by now: its machine is no trace of
     this one. All of them if it has kept none, since a run needs one.
     """
-    every = [
-        claim for claim in claims.of_allocation(work.conn, work.allocation_id) if claim.slot_id
-    ]
-    kept = [claim for claim in every if not claims.taken_over(work.conn, claim)]
-    return {**claimed(work), "slice_slots": claims.run_bundles(kept or every)}
+    given = claimed(work)
+    slots, own = given["slice_slots"], work.allocation_id
+    kept = [slot for slot in slots if claims.last_holder(work.conn, slot["slot_id"]) == own]
+    return {**given, "slice_slots": kept or slots}
 
 
 def release_variables(work: Work) -> dict[str, Any]:
