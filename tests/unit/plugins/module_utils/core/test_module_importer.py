@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,8 +62,7 @@ class Site:
         """Run the module from a zip file in a folder of its own, as each task does; return the
         files that were compiled.
         """
-        folder = self.tree / f"run-{len(list(self.tree.glob('run-*')))}"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=self.tree))
         with zipfile.ZipFile(folder / "payload.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             for name, text in SOURCES.items():
                 archive.writestr(name, text.format(answer=answer) if "{" in text else text)
