@@ -31,7 +31,7 @@ from tests.unit.plugins.module_utils.network import frames
 from tests.unit.plugins.module_utils.network import rig as rigs
 from tests.unit.plugins.module_utils.network.frames import Attack
 from tests.unit.plugins.module_utils.network.rig import A, B, Rig
-from tests.unit.plugins.module_utils.network.test_isolation import violations
+from tests.unit.plugins.module_utils.network.traffic import violations
 
 pytestmark = [
     pytest.mark.covers("SLICE-9"),

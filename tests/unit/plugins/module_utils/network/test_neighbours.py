@@ -30,7 +30,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_
 from tests.unit.plugins.module_utils.network import rig as rigs
 from tests.unit.plugins.module_utils.network.frames import ATTACKS
 from tests.unit.plugins.module_utils.network.rig import NETWORK, A, Rig
-from tests.unit.plugins.module_utils.network.test_isolation import lease, violations
+from tests.unit.plugins.module_utils.network.traffic import lease, violations
 
 UFW = Path(sys.prefix) / "ufw"
 

@@ -1,0 +1,207 @@
+"""Guards of slices on a real switch: compared, mended, and in force before a domain starts."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _bridge,
+    _firewall,
+    _flows,
+    _guards,
+    _packet_limit,
+    _port_filter,
+    _start_hook,
+)
+
+from tests.unit.plugins.module_utils.network import frames
+from tests.unit.plugins.module_utils.network import rig as rigs
+from tests.unit.plugins.module_utils.network.frames import Attack
+from tests.unit.plugins.module_utils.network.rig import A, B, Rig
+from tests.unit.plugins.module_utils.network.traffic import lease, violations
+
+pytestmark = [
+    pytest.mark.covers("SLICE-9"),
+    pytest.mark.skipif(bool(rigs.missing()), reason=rigs.missing()),
+]
+
+
+def test_an_address_that_comes_later_is_refused_too(rig: Rig) -> None:
+    rig.run(["ip", "address", "add", "12.0.0.1/24", "dev", "up0"])
+    late = Attack("reach a late address", frames.datagram("12.0.0.1"), frozenset({"host"}))
+    broadcast = Attack("its broadcast", frames.datagram("12.0.0.255"), frozenset({"host"}))
+    try:
+        assert violations(rig, (late, broadcast)) == [], "the firewall knows it before the switch"
+        assert rig.restore() == [f"guard_port {A.guard.port}", f"guard_port {B.guard.port}"]
+        seen_by_nobody = tuple(Attack(each.name, each.build) for each in (late, broadcast))
+        assert violations(rig, seen_by_nobody) == []
+    finally:
+        rig.run(["ip", "address", "del", "12.0.0.1/24", "dev", "up0"])
+        rig.restore()
+
+
+def test_a_host_that_lost_the_way_out_gets_it_back(rig: Rig) -> None:
+    rig.run(["iptables", "-t", "nat", "-F"])
+    rig.run(["sysctl", "-q", "-w", "net.ipv4.ip_forward=0"])
+    rig.run(["ip", "address", "flush", "dev", "ovsbr0"])
+    rig.read_kernel()
+    done = [text.split()[0] for text in _bridge.restore_live(rigs.NETWORK)]
+    # The guards name the host's addresses, so they follow the bridge's.
+    assert [name for name in done if name != "guard_port"] == [
+        "address_interface", "forward_ipv4", "add_nat",
+    ]  # fmt: skip
+    rig.restore()
+    assert violations(rig) == []
+
+
+@pytest.mark.covers("I17")
+def test_what_a_slice_had_in_the_switch_goes_with_its_guard(rig: Rig) -> None:
+    def connections(guest: rigs.Guest) -> str:
+        return rig.ask_switch("dpctl/dump-conntrack", f"zone={rig.number(guest)}")
+
+    opened = (
+        Attack("A", frames.datagram(rigs.WORLD, sport=23456), frozenset({"host", "world"})),
+        Attack("B", frames.Sender(B).datagram(rigs.WORLD, sport=23456),
+               frozenset({"host", "world"}), place=B.place),
+    )  # fmt: skip
+    assert violations(rig, opened) == []
+    assert "sport=23456" in connections(A) and "sport=23456" in connections(B)
+    _flows.remove("ovsbr0", A.guard.cookie)
+    try:
+        assert connections(A) == ""
+        assert set(_packet_limit.installed("ovsbr0")) == {rig.number(B)}
+        assert A.guard.cookie not in _flows.every("ovsbr0")
+        assert "sport=23456" in connections(B), "the neighbour keeps its connections"
+    finally:
+        rig.restore()
+
+
+def test_parity_names_every_difference(rig: Rig) -> None:
+    state = _guards.observe(rigs.NETWORK)
+    assert _guards.plan(rigs.NETWORK, state) == []
+    changes: dict[str, tuple[list[str], str]] = {
+        "fail mode": (["ovs-vsctl", "set-fail-mode", "ovsbr0", "standalone"], "secure_bridge"),
+        "rule that allows all": (["ovs-ofctl", "add-flow", "ovsbr0", "priority=999,actions=NORMAL"],
+                                 "remove_flows"),
+        "rule of the neighbour": (
+            ["ovs-ofctl", "add-flow", "ovsbr0",
+             f"cookie={A.guard.cookie},table=10,priority=400,actions=NORMAL"], "guard_port"),
+        "lost rule": (["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={B.guard.cookie}/-1,table=10"],
+                      "guard_port"),
+        "base": (["ovs-ofctl", "del-flows", "ovsbr0", "table=11"], "guard_bridge"),
+        "foreign rule": (["ovs-ofctl", "add-flow", "ovsbr0", "cookie=0x77,actions=LOCAL"],
+                            "remove_flows"),
+        "limit": (["ovs-ofctl", "-OOpenFlow13", "mod-meter", "ovsbr0",
+                   f"meter={rig.number(A)},pktps,stats,bands=type=drop,rate=999999"],
+                  "guard_port"),
+        "connections": (["ovs-appctl", "dpctl/ct-set-limits", f"zone={rig.number(A)},limit=0"],
+                        "guard_port"),
+        "no limit of connections": (["ovs-appctl", "dpctl/ct-del-limits", f"zone={rig.number(B)}"],
+                                    "guard_port"),
+        "firewall": (["nft", "flush", "chain", "inet", "gpuaas_slice", "guest_to_world"],
+                     "load_firewall"),
+        "firewall gone": (["nft", "delete", "table", "inet", "gpuaas_slice"], "load_firewall"),
+        "host's limit gone": (["nft", "delete", "table", "inet", "gpuaas_connections"],
+                              "limit_connections"),
+        "host's limit open": (["nft", "insert", "rule", "inet", "gpuaas_connections",
+                               "from_guest", "accept"], "limit_connections"),
+        "filter gone": (["nft", "delete", "table", "netdev", f"gpuaas_{A.guard.port}"],
+                        "guard_port"),
+        "filter open": (["nft", "insert", "rule", "netdev", f"gpuaas_{A.guard.port}",
+                         "from_guest", "accept"], "guard_port"),
+        "foreign filter": (["nft", "add", "table", "netdev", "gpuaas_gsffffffffffff"],
+                           "remove_filter"),
+    }  # fmt: skip
+    for name, (command, step) in changes.items():
+        words = list(command)
+        if words[0] == "ovs-vsctl":
+            words.insert(1, f"--db=unix:{rig.folder}/db.sock")
+        rig.run(words)
+        done = [each.split()[0] for each in rig.restore()]
+        # Nothing else, so what an earlier round had left would show here. These two take the
+        # flows of the ports with them.
+        more = done[1:] if name in ("fail mode", "base") else []
+        assert done == [step, *more], (name, done)
+    assert rig.restore() == []
+    assert violations(rig) == []
+
+
+DOMAIN = f"gpuaas-slice-{A.guard.allocation_id.replace('-', '')}"
+INTERFACE = (
+    f"<interface type='bridge'><mac address='{A.guard.mac}'/><source bridge='ovsbr0'/>"
+    f"<virtualport type='openvswitch'/><target dev='{A.guard.port}'/></interface>"
+)
+
+
+def defined(*interfaces: str) -> str:
+    return f"<domain type='kvm'><devices>{''.join(interfaces)}</devices></domain>"
+
+
+def test_a_domain_starts_with_its_guard_in_force(rig: Rig) -> None:
+    """As after a power loss: the switch has the bridge and nothing else."""
+    rig.kill_switch()
+    rig.start_switch()
+    rig.run(["ovs-vsctl", f"--db=unix:{rig.folder}/db.sock", "set-fail-mode", "ovsbr0",
+             "standalone"])  # fmt: skip
+    rig.run(["nft", "delete", "table", "inet", "gpuaas_slice"])
+    # Kernels before 6.16 delete the chain together with its tap.
+    rig.run(["nft", "delete", "chain", "netdev", f"gpuaas_{A.guard.port}", "from_guest"])
+    assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 0
+    assert "hook ingress" in _port_filter.installed()[A.guard.port][0]
+    assert rig.restore() == []
+    rig.establish()
+    assert violations(rig) == []
+
+
+def test_a_domain_does_not_start_without_its_guard(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_start_hook, "_DEADLINE_S", 0.3)
+
+    def refusal(*interfaces: str, domain: str = DOMAIN) -> str:
+        assert _start_hook.start(domain, defined(*interfaces)) == 1
+        return capsys.readouterr().err
+
+    for interfaces in (
+        (),
+        (INTERFACE, INTERFACE),
+        (INTERFACE.replace(A.guard.mac, B.guard.mac),),
+        (INTERFACE.replace("ovsbr0", "virbr0"),),
+        (INTERFACE.replace(A.guard.port, B.guard.port),),
+    ):
+        assert "domain_differs" in refusal(*interfaces)
+    assert "guard_missing" in refusal(INTERFACE, domain=DOMAIN.replace("23bd", "23be"))
+    assert "guard_missing" in refusal(INTERFACE, domain=f"{DOMAIN}-copy")
+    kept = _host.path(_object_names.guard_path(A.guard.allocation_id))
+    text = kept.read_text()
+    kept.write_text(text.replace(A.guard.ip, "10.100.0.1"))
+    assert "guard_missing" in refusal(INTERFACE)
+    kept.write_text(text)
+    # The guard does not come into force.
+    monkeypatch.setattr(_guards, "apply", lambda *_words: None)
+    _flows.remove("ovsbr0", A.guard.cookie)
+    assert "guard_not_in_force" in refusal(INTERFACE)
+    monkeypatch.setattr(_flows, "port_number", lambda _port: None)
+    assert "port_missing" in refusal(INTERFACE)
+    monkeypatch.undo()
+    rig.restore()
+
+
+def test_a_guard_that_an_earlier_slice_left_stands_in_nobodys_way(rig: Rig) -> None:
+    """The next slice of the slot has the same addresses, and the firewall a key for each."""
+    old = replace(A.guard, allocation_id=str(uuid.uuid4()))
+    _guards.save(old)
+    try:
+        assert rig.restore() == ["load_firewall firewall of the guests"]
+        assert lease(rig, A) == A.guard.ip
+    finally:
+        _guards.forget(old.allocation_id)
+        rig.restore()
+
+
+def test_the_firewall_text_is_what_the_kernel_holds(rig: Rig) -> None:
+    text = _guards._rules(rigs.NETWORK, _guards._with_probe(rigs.NETWORK))
+    assert _firewall.normalized(text) == _firewall.installed()
