@@ -31,11 +31,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
-from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _flows,
     _ingress,
+    _nft,
 )
 
 TABLE = "gpuaas_slice"
@@ -64,8 +64,6 @@ DHCP_RATE, DHCP_BURST = 1, 10
 _RELAY, _HARDWARE = "@th,256,32", "@th,288,48"
 
 _TEXT = """\
-table inet {table}
-delete table inet {table}
 table inet {table} {{
 {counters}{refusals}  chain input {{
     type filter hook input priority -150; policy accept;
@@ -132,7 +130,7 @@ def rules(
     egress = egress_of(network)
     ranges = (*_baseline_files.PRIVATE, *_baseline_files.NEVER)
     guests = sorted(guests, key=lambda guard: guard.port)
-    return _TEXT.format(
+    return _nft.without("inet", TABLE) + _TEXT.format(
         table=TABLE,
         bridge=network["bridge"],
         gateway=ipaddress.IPv4Interface(network["address"]).ip,
@@ -163,19 +161,7 @@ def egress_of(network: Mapping[str, Any]) -> _flows.Egress:
 
 def installed() -> str | None:
     """The table as the kernel prints it, without counters; None without the table."""
-    return listed(_LIST)
-
-
-def listed(command: list[str]) -> str | None:
-    """What nft prints of a table; None without the table."""
-    try:
-        printed = _command.run(command, ok=(0, 1))
-    except Refusal as refusal:
-        if refusal.code != "command_missing":
-            raise
-        # nft makes the table, so a host without nft cannot have it.
-        return None
-    return printed.out if printed.rc == 0 else None
+    return _nft.listed(_LIST)
 
 
 def refused() -> dict[str, Counter[str]]:
@@ -188,18 +174,12 @@ def refused() -> dict[str, Counter[str]]:
 
 
 def normalized(text: str) -> str:
-    """The text as the kernel would print it, from an empty network namespace of its own."""
-    command = ["unshare", "--net", "sh", "-c", f"nft -f - && {' '.join(_LIST)}"]
-    return _command.run(command, stdin=text).out
-
-
-def install(text: str) -> None:
-    _command.run(["nft", "-f", "-"], stdin=text)
+    """The table as the kernel would print it."""
+    return _nft.as_listed(text, _LIST)
 
 
 def remove() -> None:
-    # Adding first makes the removal of a missing table succeed.
-    install(f"table inet {TABLE}\ndelete table inet {TABLE}\n")
+    _nft.load(_nft.without("inet", TABLE))
 
 
 def _refusal(kind: str, guests: Collection[_flows.Guard]) -> str:

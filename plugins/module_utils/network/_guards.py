@@ -32,6 +32,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
     _host_connections,
     _ingress,
+    _nft,
     _packet_limit,
     _port_filter,
     _slice_network,
@@ -239,7 +240,7 @@ def apply(params: Params, step: _change.Step) -> None:
             install(params, guard, number)
     elif step.name == "load_firewall":
         with _one_writer():
-            _firewall.install(_rules(params, _with_probe(params)))
+            _nft.load(_rules(params, _with_probe(params)))
     elif step.name == "limit_connections":
         _host_connections.install(bridge)
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _firewall, _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _nft
 
 TABLE = "gpuaas_connections"
 # Kind of refused traffic (`_refusals`).
@@ -31,7 +31,6 @@ KIND = "host_connections"
 PAUSE_MS = 10
 
 _LIST = ["nft", "--stateless", "--terse", "list", "table", "inet", TABLE]
-_LOAD_AND_LIST = f"nft -f - && {' '.join(_LIST)}"
 _REFUSED = re.compile(r"([0-9.]{7,15}) counter packets ([0-9]+)")
 # Addresses of a guest in an entry: it opened the connection, or it answers. Of managed ingress the
 # original destination is the public address.
@@ -53,8 +52,6 @@ _OF_GUEST = """\
   }}
 """
 _TEXT = """\
-table inet {table}
-delete table inet {table}
 table inet {table} {{
   set connections {{
     type ipv4_addr
@@ -90,22 +87,20 @@ def rules(bridge: str) -> str:
     ways = (("from", "saddr"), ("to", "daddr"))
     limit = _flows.CONNECTIONS
     chains = "".join(_OF_GUEST.format(way=way, field=field, limit=limit) for way, field in ways)
-    return _TEXT.format(table=TABLE, pause=PAUSE_MS, chains=chains, bridge=bridge)
+    table = _TEXT.format(table=TABLE, pause=PAUSE_MS, chains=chains, bridge=bridge)
+    return _nft.without("inet", TABLE) + table
 
 
 def installed() -> str | None:
     """The table as the kernel prints it, without its counts; None without the table."""
-    return _firewall.listed(_LIST)
+    return _nft.listed(_LIST)
 
 
 @lru_cache(maxsize=4)
 def normalized(bridge: str) -> str:
-    """The table as the kernel would print it, from an empty network namespace of its own, or a
-    refusal of a kernel that cannot count.
-    """
-    command = ["unshare", "--net", "sh", "-c", _LOAD_AND_LIST]
+    """The table as the kernel would print it, or a refusal of a kernel that cannot count."""
     try:
-        return _command.run(command, stdin=rules(bridge)).out
+        return _nft.as_listed(rules(bridge), _LIST)
     except Refusal as refusal:
         if refusal.code != "command_failed":
             raise
@@ -120,13 +115,11 @@ def normalized(bridge: str) -> str:
 
 def install(bridge: str) -> None:
     """Load the table. Its counts begin at zero."""
-    _command.run(["nft", "-f", "-"], stdin=rules(bridge))
+    _nft.load(rules(bridge))
 
 
 def remove() -> None:
-    # Adding first makes the removal of a missing table succeed.
-    text = f"table inet {TABLE}\ndelete table inet {TABLE}\n"
-    _command.run(["nft", "-f", "-"], stdin=text)
+    _nft.load(_nft.without("inet", TABLE))
 
 
 def refused() -> dict[str, int]:

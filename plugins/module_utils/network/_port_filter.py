@@ -19,7 +19,7 @@ import re
 from functools import lru_cache
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _nft
 
 # ARP packets per second of a guest. The datapath caches a flow for each different ARP packet, for
 # ten seconds.
@@ -51,7 +51,6 @@ arp saddr ether {mac} arp saddr ip {ip} arp daddr ip {gateway} accept
 }}
 """
 _LIST = ["nft", "list", "ruleset", "netdev"]
-_LOAD_AND_LIST = "nft -f - && nft list ruleset netdev"
 _LISTED = re.compile(rf"^table netdev {_TABLE}(\w+) \{{\n(.*?)^\}}", re.MULTILINE | re.DOTALL)
 _COUNTER = re.compile(r"counter (\w+)_refused \{\s*packets ([0-9]+) bytes [0-9]+\s*\}")
 
@@ -82,22 +81,16 @@ def installed() -> dict[str, tuple[str, dict[str, int]]]:
 
 @lru_cache(maxsize=256)
 def normalized(guard: _flows.Guard) -> str:
-    """The table as the kernel would print it, from an empty network namespace of its own."""
-    command = ["unshare", "--net", "sh", "-c", _LOAD_AND_LIST]
-    listed = _command.run(command, stdin=rules(guard, "lo")).out
+    """The table as the kernel would print it."""
+    listed = _nft.as_listed(rules(guard, "lo"), _LIST)
     text = _COUNTER.sub(r"counter \1", _LISTED.findall(listed)[0][1])
     # "lo" occurs only as the device, in whatever form a version of nft prints devices.
     return text.replace('"lo"', f'"{guard.port}"')
 
 
 def install(guard: _flows.Guard) -> None:
-    _command.run(["nft", "-f", "-"], stdin=_without(guard.port) + rules(guard))
+    _nft.load(_nft.without("netdev", f"{_TABLE}{guard.port}") + rules(guard))
 
 
 def remove(port: str) -> None:
-    _command.run(["nft", "-f", "-"], stdin=_without(port))
-
-
-def _without(port: str) -> str:
-    # Adding first makes the removal of a missing table succeed.
-    return f"table netdev {_TABLE}{port}\ndelete table netdev {_TABLE}{port}\n"
+    _nft.load(_nft.without("netdev", f"{_TABLE}{port}"))

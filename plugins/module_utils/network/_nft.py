@@ -1,0 +1,34 @@
+"""Tables of nftables: loaded in one transaction, listed, and in the kernel's own spelling."""
+
+from __future__ import annotations
+
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+
+def load(text: str) -> None:
+    _command.run(["nft", "-f", "-"], stdin=text)
+
+
+def without(family: str, table: str) -> str:
+    """Statements that remove a table."""
+    # Adding first makes the removal of a missing table succeed.
+    return f"table {family} {table}\ndelete table {family} {table}\n"
+
+
+def listed(command: list[str]) -> str | None:
+    """What nft prints of a table; None without the table."""
+    try:
+        printed = _command.run(command, ok=(0, 1))
+    except Refusal as refusal:
+        if refusal.code != "command_missing":
+            raise
+        # nft makes the table, so a host without nft cannot have it.
+        return None
+    return printed.out if printed.rc == 0 else None
+
+
+def as_listed(text: str, command: list[str]) -> str:
+    """What the command would print of a table, from an empty network namespace of its own."""
+    load_and_list = f"nft -f - && {' '.join(command)}"
+    return _command.run(["unshare", "--net", "sh", "-c", load_and_list], stdin=text).out
