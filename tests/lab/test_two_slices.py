@@ -244,7 +244,6 @@ def test_nothing_passes_while_the_switch_comes_back(
     assert attacks.one_round() == [], "the guards are not as before"
 
 
-@pytest.mark.long
 @pytest.mark.covers("SLICE-9", "HOST-6", "I14", "I17", "P9")
 def test_guests_are_guarded_from_their_first_packet_after_a_power_loss(
     attacks: Attacks, stage: Stage, story: Chapter
