@@ -41,7 +41,7 @@ description:
   - The card's management link is optional and comes last. C(rshim.service) is started and enabled
     for it. A missing link is a warning (C(tmfifo_missing)) and stops nothing else, neither here
     nor at boot, where the service waits for it after everything else.
-  - Refuses with C(network_invalid), C(bridge_name_taken),
+  - Refuses with C(network_invalid), C(bridge_name_taken), C(bridge_renamed),
     C(connection_tracking_missing), C(packet_limit_missing), C(connection_limit_missing) and, with
     O(state=absent), C(network_in_use). A configuration that dnsmasq does not accept is never
     installed.

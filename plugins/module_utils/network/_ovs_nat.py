@@ -63,7 +63,8 @@ class State:
     """dnsmasq_changed: last change of its files, in seconds since the epoch.
 
     before: host state recorded before its first baseline; None without a record. unhooked: daemons
-    of libvirt that run without having seen the start hook.
+    of libvirt that run without having seen the start hook. bridge: the one that the host was given
+    before, or "".
     """
 
     live: _bridge.State
@@ -79,6 +80,7 @@ class State:
     rshim_installed: bool
     before: Mapping[str, Any] | None = None
     unhooked: Sequence[str] = ()
+    bridge: str = ""
 
     @property
     def ours(self) -> bool:
@@ -108,12 +110,13 @@ def observe(params: Params) -> State:
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
         before=_host_snapshot.recall(RECORD),
         unhooked=_start_hook.unnoticed(),
+        bridge=str(_guards.recorded().get("bridge", "")),
     )
 
 
 def plan(params: Params, state: State) -> _change.Plan:
     live = _bridge.plan(params, state.live)
-    blockers = [*_unsafe(params), *_resolver(state), *live.blockers]
+    blockers = [*_unsafe(params), *renamed(params, state), *_resolver(state), *live.blockers]
     if not blockers:
         # Not at boot: an address that the host got since would take the network from its guests.
         # Their guards refuse it, and parity names it.
@@ -303,6 +306,21 @@ def _resolver(state: State) -> list[Refusal]:
             found=f"nameserver {own[0]} in /etc/resolv.conf, and dnsmasq.service is active",
             remedy="put the site's name servers into /etc/resolv.conf, or let systemd-resolved "
             "serve the host, then stop dnsmasq.service and run again",
+        )
+    ]
+
+
+def renamed(params: Params, state: State) -> list[Refusal]:
+    """Refusal of another bridge than the host's own, which would stay beside it with its guests."""
+    if state.bridge in ("", params["bridge"]):
+        return []
+    return [
+        Refusal(
+            "bridge_renamed",
+            expected=f"the bridge {state.bridge}, which this host has",
+            found=f"{params['bridge']} in network.bridge of the hardware profile",
+            remedy=f"set network.bridge to {state.bridge}; to rename it, restore the host to bare "
+            "metal first",
         )
     ]
 

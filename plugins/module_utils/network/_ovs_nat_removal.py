@@ -81,7 +81,7 @@ def observe(params: Params) -> State:
 
 def plan(params: Params, state: State) -> _change.Plan:
     baseline, bridge = state.baseline, params["bridge"]
-    blockers = tuple(_in_use(params, state))
+    blockers = (*_ovs_nat.renamed(params, baseline), *_in_use(params, state))
     steps = _ovs_nat.outdated(baseline)
     steps += _boot_service.plan_removal(_ovs_nat.unit(params), baseline.installed)
     steps += [

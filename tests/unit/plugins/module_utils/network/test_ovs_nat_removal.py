@@ -251,6 +251,21 @@ def test_nothing_goes_while_a_slice_is_on_the_bridge(host: Host, tree: Path) -> 
     assert host.calls == []
 
 
+def test_another_name_leads_to_no_second_bridge(host: Host, tree: Path) -> None:
+    """The guests stay on the first one, and the removal would leave it behind."""
+    establish()
+    before = remaining_files(tree)
+    for act in (establish, remove):
+        failure = act(bridge="ovsbr1").failure
+        assert failure is not None and failure.code == "bridge_renamed"
+        assert "ovsbr0" in failure.remedy
+    assert list(host.switch.bridges) == ["ovsbr0"]
+    assert remaining_files(tree) == before
+    assert remove().failure is None
+    renamed = PARAMS | {"bridge": "ovsbr1"}
+    assert _change.drive(_ovs_nat.SUBJECT, renamed, check_mode=True).failure is None
+
+
 def test_it_goes_on_where_it_was_killed(host: Host, tree: Path) -> None:
     """The run ends after each step in turn; the next run completes the removal."""
     for stop in range(1, 11):
