@@ -15,6 +15,8 @@ PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
 # Longest detail in characters, so that a host that answers with megabytes cannot fill a record.
 _LONGEST = 2000
+# What a look at a host raises where it finds something else than a host of ours has.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Check(Generic[Facts]):
 
     examine: the condition on a slice host. baremetal: the condition on a bare-metal host; None when
     it does not matter there. restore: the remedy on bare metal; None when it is the same. soft: a
-    failure is a warning.
+    failure is a warning. begin: starts in the background what `examine` waits for.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Check(Generic[Facts]):
     baremetal: Callable[[Facts], Verdict] | None = None
     restore: Remedy | None = None
     soft: bool = False
+    begin: Callable[[Facts], None] | None = None
 
 
 def evaluate(
@@ -79,7 +82,14 @@ def evaluate(
     """Run every check once. A check that cannot read the host fails; it never passes by
     accident.
     """
-    return [_outcome(check, facts, intent, check.name in not_applicable) for check in checks]
+    outcomes, waiting = {}, []
+    for check in checks:
+        if check.begin and intent == "slice" and check.name not in not_applicable:
+            check.begin(facts)
+            waiting.append(check)
+    for check in (*(check for check in checks if check not in waiting), *waiting):
+        outcomes[check.name] = _outcome(check, facts, intent, check.name in not_applicable)
+    return [outcomes[check.name] for check in checks]
 
 
 def _outcome(check: Check[Facts], facts: Facts, intent: str, exempt: bool) -> dict[str, str]:
@@ -110,7 +120,7 @@ def _look(examine: Callable[[Facts], Verdict], facts: Facts) -> Verdict:
         return examine(facts)
     except Refusal as refusal:
         return failed(f"{refusal.code}: {refusal.found}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
+    except UNREADABLE as problem:
         return failed(f"the check could not look: {type(problem).__name__}: {problem}")
 
 

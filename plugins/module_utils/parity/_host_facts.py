@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _nat,
     _slice_network,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check, _guest_probe
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
@@ -63,6 +64,41 @@ class Request:
     intent: str = "slice"
     api_topology: Mapping[str, Any] | None = None
     maas_tags: Sequence[str] | None = None
+
+
+class _Probe(threading.Thread):
+    """The guest probe in a thread. It is expensive and mostly waits, so all checks share one run,
+    and those that do not need it go on meanwhile. It reads nothing of Facts.
+    """
+
+    def __init__(self, network: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._network = network
+        self._finding: _guest_probe.Finding | Refusal = self._failed("its thread did not begin")
+        self.start()
+
+    def run(self) -> None:
+        try:
+            target = str(self._network.get("egress_probe") or "") or _slice_network.gateway()
+            # Without a target, which `guest_egress` names, the probe still shows the rest.
+            target = target or str(self._network["address"]).partition("/")[0]
+            self._finding = _guest_probe.look(_guest_probe.Probe(self._network, target))
+        except Refusal as refusal:
+            self._finding = refusal
+        except _check.UNREADABLE as broken:
+            self._finding = self._failed(f"{type(broken).__name__}: {broken}")
+
+    def finding(self) -> _guest_probe.Finding | Refusal:
+        self.join()
+        return self._finding
+
+    def _failed(self, found: str) -> Refusal:
+        return Refusal(
+            "probe_failed",
+            expected=f"a stand-in for a guest on {self._network['bridge']}",
+            found=found,
+            remedy="repair the cause that the system names, then run parity again",
+        )
 
 
 class Facts:
@@ -125,12 +161,14 @@ class Facts:
         pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
         return {key.strip(): value.strip().strip("'\"") for key, _sep, value in pairs}
 
+    def begin_guest(self) -> None:
+        """Start the guest probe beside the checks that do not wait for it."""
+        _ = self._probe
+
     @property
     def guest(self) -> _guest_probe.Finding:
-        """The guest probe's result. Creating the namespace is expensive, so all checks share one
-        run.
-        """
-        finding = self._guest
+        """The guest probe's result. Raises the Refusal of a probe that could not be made."""
+        finding = self._probe.finding()
         if isinstance(finding, Refusal):
             raise finding
         return finding
@@ -138,25 +176,12 @@ class Facts:
     @property
     def guest_problem(self) -> str:
         """The reason why no guest probe could be created, or ""."""
-        return str(self._guest) if isinstance(self._guest, Refusal) else ""
+        finding = self._probe.finding()
+        return str(finding) if isinstance(finding, Refusal) else ""
 
     @cached_property
-    def _guest(self) -> _guest_probe.Finding | Refusal:
-        target = str(self.network.get("egress_probe") or "") or _slice_network.gateway()
-        # Without a target, which `guest_egress` names, the probe still shows the rest.
-        target = target or str(self.network["address"]).partition("/")[0]
-        try:
-            return _guest_probe.look(_guest_probe.Probe(self.network, target))
-        except Refusal as refusal:
-            return refusal
-        except OSError as broken:
-            # The refusal is cached, so that the checks do not repeat a failed attempt.
-            return Refusal(
-                "probe_failed",
-                expected=f"a stand-in for a guest on {self.network['bridge']}",
-                found=str(broken),
-                remedy="repair the cause that the system names, then run parity again",
-            )
+    def _probe(self) -> _Probe:
+        return _Probe(self.network)
 
     @property
     def networks(self) -> dict[str, list[str]]:

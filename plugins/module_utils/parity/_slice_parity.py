@@ -175,6 +175,7 @@ CHECKS: tuple[Check[Facts], ...] = (
         _role("slice_network"),
         baremetal=_nothing_of("ovs_bridge"),
         restore=_RESTORED,
+        begin=Facts.begin_guest,
     ),
     Check(
         "dnsmasq",
@@ -182,6 +183,7 @@ CHECKS: tuple[Check[Facts], ...] = (
         _role("slice_network"),
         baremetal=_nothing_of("dnsmasq", "slice_reservations"),
         restore=_RESTORED,
+        begin=Facts.begin_guest,
     ),
     Check("dnsmasq_config", network.dnsmasq_config, _role("slice_network")),
     Check(
@@ -202,6 +204,7 @@ CHECKS: tuple[Check[Facts], ...] = (
         "guest_egress",
         network.guest_egress,
         _role("slice_network", after="; if it stays, look at the uplink and at filters in FORWARD"),
+        begin=Facts.begin_guest,
     ),
     Check(
         "guest_tcp",
@@ -211,6 +214,7 @@ CHECKS: tuple[Check[Facts], ...] = (
             after=f"; if it stays, look at rules in FORWARD or POSTROUTING that stop TCP to"
             f" {_tcp_probe.SERVICE} by {_tcp_probe.LINK}, the link of parity's own service",
         ),
+        begin=Facts.begin_guest,
     ),
     Check(
         "network_service",
