@@ -14,6 +14,8 @@ from lab.distro import Distro
 from lab.progress import step
 
 FOLDER = Path(__file__).parent / "guest"
+# Of every image of slices, and of the lab's own guest after it.
+FINISH, LEAN = FOLDER / "finish.sh", FOLDER / "lean.sh"
 SIZE_MIB = 1152
 ESP_ID = "5E00-61E5"
 
@@ -43,20 +45,21 @@ def ensure(distro: Distro) -> GuestImage:
     recipe = rootfs.Recipe("guest", KERNEL[distro.id] + PACKAGES, INITRAMFS)
     base = rootfs.ensure(recipe, distro)
     # The proof script lies in the same folder but is not part of the image.
-    sources = [FOLDER / "overlay", FOLDER / "finish.sh"]
+    sources = [FOLDER / "overlay", FINISH, LEAN]
     sources += [Path(module) for module in (image.__file__, __file__)]
     key = cache.content_key({"rootfs": base.parent.name, "size": SIZE_MIB}, sources)
     layout = image.Layout(SIZE_MIB, str(uuid.uuid5(uuid.NAMESPACE_OID, key)), ESP_ID, bios=True)
 
     def build(folder: Path) -> None:
-        raw = folder / "guest.raw"
+        raw, finish = folder / "guest.raw", folder / "finish.sh"
+        finish.write_text(FINISH.read_text() + LEAN.read_text())
         with step("guest disk image"):
             image.write(
                 raw,
                 layout,
                 rootfs=base,
                 overlays=[FOLDER / "overlay"],
-                finish=FOLDER / "finish.sh",
+                finish=finish,
                 log=folder / "build.log",
             )
             run(["zstd", "-q", "-3", "-T0", raw, "-o", folder / "guest.raw.zst"])

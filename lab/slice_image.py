@@ -26,11 +26,6 @@ KERNEL = {"debian": "linux-image-amd64", "ubuntu": "linux-image-generic"}
 HEADERS = {"debian": "linux-headers-amd64", "ubuntu": "linux-headers-generic"}
 RDMA = ["rdma-core", "ibverbs-utils", "infiniband-diags", "perftest"]
 SIZES_MIB = {"base": 3072, "gpu": 16384}
-# The guest of the lab does without these units, because each costs a slow machine a second.
-UNMASK = """
-systemctl -q unmask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer \\
-  e2scrub_reap.service systemd-networkd-wait-online.service cloud-init-hotplugd.socket
-"""
 WITHOUT_NVLINK = """
 echo "options nvidia NVreg_NvLinkDisable=1" > /etc/modprobe.d/gpuaas-nvlink.conf
 update-initramfs -u -k all
@@ -98,7 +93,7 @@ def build(
             f"image {name}: expected every package in {'; '.join(distro.sources)}; found no"
             f" {', '.join(sorted(set(missing)))}; add the repository that has it with --apt-source"
         ) from error
-    finish = (guest_image.FOLDER / "finish.sh").read_text() + UNMASK
+    finish = guest_image.FINISH.read_text()
     finish += "" if runtime.nvlink else WITHOUT_NVLINK
     size_mib = SIZES_MIB[name]
     inputs = {"rootfs": base.parent.name, "size": size_mib, "finish": finish}

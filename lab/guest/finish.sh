@@ -1,20 +1,11 @@
 #!/bin/sh
-# Configuration inside the new root, beyond packages and files. $1 root UUID, $2 ESP volume id.
+# Configuration inside the new root of any image of slices, beyond packages and files. $1 root UUID, $2 ESP volume id.
 set -e
 echo "UUID=$1 / ext4 defaults,noatime 0 1" > /etc/fstab
 rm -f /etc/ssh/ssh_host_*
 : > /etc/machine-id
 passwd -q -l root
 systemctl -q enable systemd-networkd.service ssh.service
-# A slice VM does not need these units, and each costs a second of its boot.
-systemctl -q mask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer e2scrub_reap.service \
-  systemd-networkd-wait-online.service cloud-init-hotplugd.socket cloud-final.service
-# cloud-init does without these two, if it must. Their import took two fifths of the start of each of its stages, which
-# is seconds of emulation.
-mkdir /spare
-mv /usr/lib/python3/dist-packages/jsonschema /usr/lib/python3/dist-packages/jinja2 /spare
-python3 -c "import cloudinit.cmd.main" || mv /spare/* /usr/lib/python3/dist-packages
-rm -r /spare
 version=$(ls /boot/vmlinuz-* | sort -V | tail -n 1)
 version=${version#/boot/vmlinuz-}
 . /etc/default/grub
