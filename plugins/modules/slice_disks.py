@@ -18,8 +18,10 @@ description:
   - Has GRUB's C(os-prober) leave all disks alone, and builds the initramfs anew, so that all of it
     holds from the first second of a boot.
   - Warns where the host imports ZFS pools of any disk.
+  - Beside the disks of O(slots) it keeps those that a tenant has, or that were not wiped since, by
+    the host's ledger.
   - Without slots the files are removed.
-  - Refuses with C(spec_invalid).
+  - Refuses with C(spec_invalid), C(ledger_unreadable).
 options:
   slots:
     description: The bundles of all approved slots of the node, each with its C(nvme_device).

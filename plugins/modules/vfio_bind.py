@@ -24,7 +24,8 @@ description:
     the root file system for it; parity warns when it did not run.
   - Acts only on a host in slice mode (C(/etc/gpuaas/slice-mode.json)).
   - Refuses with C(machine_leased) while a tenant has the whole machine, with C(not_slice_mode),
-    C(device_missing), C(wrong_class), C(group_not_viable) and C(device_busy); nothing is forced.
+    C(device_missing), C(wrong_class), C(group_not_viable), C(slot_leased) and C(device_busy);
+    nothing is forced.
 options:
   addresses:
     description: Approved PCI addresses. With O(state=unbound), none means every recorded one.

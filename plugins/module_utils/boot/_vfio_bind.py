@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
@@ -44,6 +44,7 @@ class State:
     recorded: Mapping[str, str]
     devices: Mapping[str, _pci.Device]
     users: Mapping[str, tuple[str, ...]]
+    leased: Mapping[str, str] = field(default_factory=dict)
 
 
 def recorded() -> dict[str, str]:
@@ -85,7 +86,9 @@ def observe(params: Params) -> State:
         devices=devices,
         users={},
     )
-    return replace(state, users=_all_users(params, state))
+    # At boot nothing is released, and a damaged entry of one slot takes no device from the others.
+    leased = _ledger.leased_gpus() if to_release(params, state) else {}
+    return replace(state, users=_all_users(params, state), leased=leased)
 
 
 def _all_users(params: Params, state: State) -> dict[str, tuple[str, ...]]:
@@ -162,6 +165,7 @@ def _plan(params: Params, state: State, dead: Sequence[str]) -> _change.Plan:
     bind, release = to_bind(params, state), to_release(params, state)
     refusals = [_refusal(a, params, state, set(bind)) for a in bind if a not in dead]
     refusals += [_busy(a, state) for a in release if _is_ours(state.devices.get(a))]
+    refusals += [_is_leased(a, state.leased[a]) for a in release if a in state.leased]
     blockers = [refusal for refusal in refusals if refusal is not None]
     if bind and not state.slice_mode:
         blockers.insert(0, _host_mode.not_slice())
@@ -297,6 +301,15 @@ def _is_missing(address: str) -> Refusal:
         expected=f"the approved PCI function {address}",
         found="no device at this address",
         remedy="rediscover the node; make the fabric functions (bootstrap) before binding",
+    )
+
+
+def _is_leased(address: str, allocation: str) -> Refusal:
+    return Refusal(
+        "slot_leased",
+        expected=f"{address} to be free before it returns to the host's driver",
+        found=f"leased by {allocation}, whose machine may be off",
+        remedy="name all approved slots of the node, or release that allocation first",
     )
 
 

@@ -403,6 +403,15 @@ def distrust_gpu(address: str) -> None:
                 _save(replace(entry, gpu_used=True))
 
 
+def leased_gpus() -> dict[str, str]:
+    """Holder of each leased GPU by its PCI address, as far as it was reset before."""
+    return {
+        str(entry.gpu["address"]): entry.allocation_id
+        for entry in entries()
+        if entry.allocation_id and entry.gpu and entry.gpu.get("address")
+    }
+
+
 def standing_gpu(slot_id: str, address: str) -> dict[str, Any] | None:
     """Evidence that the GPU at `address` was reset since its last use, or None."""
     entry = load(slot_id)

@@ -36,6 +36,11 @@ def disk_identity(identifier: str) -> str:
     return f"eui.{identifier.removeprefix(BY_ID).lower().removeprefix('eui.')}"
 
 
+def by_id_of(identity: str) -> str:
+    """The disk's path below /dev/disk/by-id."""
+    return f"{BY_ID}{identity.removeprefix('eui.')}"
+
+
 @dataclass(frozen=True)
 class Disk:
     """An NVMe namespace. by_id: its /dev/disk/by-id/nvme-eui.* path or "". devt: `major:minor`."""

@@ -16,9 +16,11 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
+    _ledger,
     _managed_block,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _disk
 
 # After 60-persistent-storage.rules, which names the disks; before the rules of md, LVM, btrfs and
 # bcache. initramfs-tools takes every rule and all of LVM's configuration from /etc.
@@ -50,6 +52,7 @@ class State:
     """Content of the files; "" for an absent file. filtered: whether the site has an LVM filter of
     its own, which a second one would replace. lvm, grub, initramfs: whether the host has them.
     built: digest of the files in the initramfs. zfs_scan: whether pools of any disk are imported.
+    used: names of the disks that a tenant has, or that were not wiped since.
     """
 
     rules: str
@@ -61,6 +64,7 @@ class State:
     initramfs: bool
     built: str
     zfs_scan: bool
+    used: tuple[str, ...] = ()
 
 
 def names(slots: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -111,6 +115,11 @@ def read() -> State:
         initramfs=_host.path(INITRAMFS_TOOLS).is_dir(),
         built=_text(BUILT).strip(),
         zfs_scan=_host.path(ZFS_SCAN).is_symlink(),
+        used=tuple(
+            _disk.by_id_of(entry.disk_identity).removeprefix("/dev/")
+            for entry in _ledger.entries()
+            if entry.disk_identity and (entry.dirty or entry.allocation_id)
+        ),
     )
 
 
@@ -129,6 +138,8 @@ def _text(path: str) -> str:
 
 def _steps(params: _change.Params, state: State) -> list[_change.Step]:
     disks = names(params["slots"])
+    # A slot may be written off with its tenant's bytes. Without slots the host is given back.
+    disks = sorted({*disks, *state.used}) if disks else []
     steps = []
     if state.rules != (wanted := rules(disks)):
         steps.append(_change.Step("write_rules", RULES, state.rules, wanted))

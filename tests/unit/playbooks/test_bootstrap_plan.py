@@ -15,21 +15,22 @@ pytestmark = [pytest.mark.covers("CTRL-15", "HOST-4"), NEEDS_ROOT]
 
 STORY = """
 everything() { find /etc /usr/local /boot -type f ! -path '/etc/*-' -exec md5sum {} + | sort; }
-bootstrap() {
-  ansible-playbook -i localhost, -c local playbooks/bootstrap.yml "$@" \
+play() {
+  ansible-playbook -i localhost, -c local "playbooks/$@" \
     -e "slice_profile_file=$profile" -e ansible_python_interpreter=/usr/bin/python3 2>&1
 }
 profile=$1
 everything > /run/machine-before
-bootstrap -e slice_plan_only=true > /run/machine-plan; cat /run/machine-plan
+play convert_to_slice.yml -e slice_plan_only=true -e '{"slice_slots": [{"slot_id": "slot-1"}]}' > /run/machine-plan
+cat /run/machine-plan
 digest=$(grep -o 'sha256:[0-9a-f]*' /run/machine-plan | head -n 1)
 everything | diff /run/machine-before -
 echo "softdep other pre: vfio" > /etc/modprobe.d/gpuaas-vfio.conf
 everything > /run/machine-before
-echo ---; bootstrap -e "slice_expected_plan=$digest"
+echo ---; play bootstrap.yml -e "slice_expected_plan=$digest"
 everything | diff /run/machine-before -
 rm /etc/modprobe.d/gpuaas-vfio.conf
-echo ---; bootstrap -e "slice_expected_plan=$digest"
+echo ---; play bootstrap.yml -e "slice_expected_plan=$digest"
 """
 
 

@@ -189,6 +189,22 @@ def test_exclusive_gives_back_what_is_no_longer_approved(pci: Any) -> None:
     assert (pci.driver(GPU), pci.driver(OTHER)) == ("vfio-pci", "nouveau")
 
 
+@pytest.mark.covers("I2")
+def test_the_gpu_of_a_slice_that_is_off_is_not_given_back(pci: Any) -> None:
+    """Nothing has the device open then; a file that names other slots only must not take it."""
+    pci.add(GPU, group=7, driver="nouveau").add(OTHER, group=9, driver="nouveau")
+    drive(GPU, OTHER)
+    remember(GPU, OTHER)
+    _ledger.hold("slot-2", fence=3, allocation_id="a", disk_identity="d")
+    entry = json.loads(_host.read(f"{_ledger.DIRECTORY}/slot-2.json") or "")
+    entry["gpu"] = {"address": OTHER}
+    _host.write(f"{_ledger.DIRECTORY}/slot-2.json", json.dumps(entry))
+    for outcome in (drive(GPU, exclusive=True), drive(state="unbound")):
+        assert outcome.failure is not None and outcome.failure.code == "slot_leased"
+    assert pci.driver(OTHER) == "vfio-pci"
+    assert drive(GPU, OTHER, exclusive=True).failure is None
+
+
 @pytest.mark.covers("HOST-15")
 def test_unbound_returns_every_recorded_device(pci: Any) -> None:
     pci.add(GPU, group=7, driver="nouveau")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _host, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _slice_disks
 
@@ -48,6 +48,17 @@ def test_the_files_are_written_once_and_taken_back(host: Path) -> None:
     assert not (host / _slice_disks.RULES.lstrip("/")).exists()
     assert (host / _slice_disks.LVM.lstrip("/")).read_text() == SITE
     assert _slice_disks.problems([]) == []
+
+
+def test_a_disk_with_a_tenants_bytes_stays_left_alone_without_its_slot(host: Path) -> None:
+    """As of a slot that was written off because its GPU died."""
+    drive(SLOTS)
+    _ledger.hold("slot-2", fence=3, allocation_id="a", disk_identity="eui.5e0000000000a001")
+    _ledger.mark_dirty("slot-2", fence=3, disk_identity="eui.5e0000000000a001")
+    assert _slice_disks.problems(SLOTS[:1]) == []
+    assert drive(SLOTS[:1]).done == []
+    assert "a001" in (_host.read(_slice_disks.RULES) or "")
+    assert drive([]).done == ["write_rules", "filter_lvm"], "the host becomes an ordinary machine"
 
 
 @pytest.mark.parametrize("disk", [DISK, "/dev/disk/by-id/nvme-MODEL_1.6T+_S6"])
