@@ -19,8 +19,8 @@ description:
     first byte, or already be dirty under the same claim, which is a clone that was interrupted.
   - A disk that already carries the image for this claim is not written again, even after the
     tenant has changed it.
-  - Refuses with C(image_not_cached), C(image_digest_mismatch), C(disk_too_small), C(stale_fence),
-    C(lease_not_held), C(not_clean), C(unexpected_filesystem), C(changed_since_plan), C(os_disk),
+  - Refuses with C(already_cloned), C(image_not_cached), C(image_digest_mismatch),
+    C(disk_too_small), C(stale_fence), C(lease_not_held), C(not_clean), C(unexpected_filesystem), C(changed_since_plan), C(os_disk),
     C(disk_in_use), C(identity_mismatch), C(duplicate_identity), C(excluded_model),
     C(bundle_incomplete), C(kernel_name_not_allowed).
 options:
@@ -110,8 +110,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _slots
 
 @dataclass(frozen=True)
 class State:
-    """complete: the record of this clone, unless the disk was wiped since. proven: a wipe proof
-    stands. written: signatures on the disk.
+    """complete: the record of this claim's clone, of whatever image, unless the disk was wiped
+    since. proven: a wipe proof stands. written: signatures on the disk.
     """
 
     disk: _block.Disk
@@ -132,7 +132,7 @@ def observe(params: _change.Params) -> State:
     _disk.require_stable(str(slot["nvme_device"]))
     entry = _ledger.check(str(slot["slot_id"]), int(slot["fence"]))
     disk = _block.of_slot(slot)
-    complete = _complete(params, disk, entry)
+    complete = _complete(disk, entry, int(slot["fence"]))
     # After the clone the disk is the tenant's, and of course in use.
     used = _block.Usage() if complete else _block.usage(disk)
     others = _slot_use.refusals(disk, entry.slot_id)
@@ -152,18 +152,17 @@ def _excluded(params: _change.Params) -> list[str]:
     return list(params.get("exclude_models") or [])
 
 
-def _complete(params: _change.Params, disk: _block.Disk, entry: _ledger.Entry) -> Mapping[str, Any]:
-    fence = int(params["slot"]["fence"])
-    expected = {"fence": fence, "disk": disk.disk_identity, "digest": params["digest"]}
+def _complete(disk: _block.Disk, entry: _ledger.Entry, fence: int) -> Mapping[str, Any]:
     # A later wipe has another time. Which time is greater says nothing: the clock may have jumped.
-    expected["clean_at"] = entry.clean_at
+    expected = {"fence": fence, "disk": disk.disk_identity, "clean_at": entry.clean_at}
     record = _image_clone.finished(entry.slot_id) or {}
     return record if entry.dirty and expected.items() <= record.items() else {}
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
     if state.complete:
-        return _change.Plan()
+        same = state.complete["digest"] == params["digest"]
+        return _change.Plan(blockers=() if same else (_cloned(params, state.complete),))
     digest, disk = params["digest"], state.disk.disk_identity
     verify = _change.Step("verify_image", params["image_path"], after=digest)
     clone = _change.Step(
@@ -172,6 +171,17 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     return _change.Plan(
         steps=(clone,) if state.index else (verify, clone),
         blockers=(*_image_blockers(params, state), *_disk_blockers(params, state)),
+    )
+
+
+def _cloned(params: _change.Params, record: Mapping[str, Any]) -> Refusal:
+    """The disk is the tenant's since its clone, whether its machine runs or not."""
+    return Refusal(
+        "already_cloned",
+        expected=f"{params['digest']} onto a disk without this claim's image",
+        found=f"{record['digest']}, complete at {record['finished_at']}",
+        remedy="keep the image of this launch; for another one release the allocation and launch"
+        " again",
     )
 
 
@@ -227,6 +237,9 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
     # Bytes of this claim's interrupted clone are overwritten. A clean disk must be empty.
     seen = None if _ledger.load(slot_id).dirty else ()
     with _block.exclusive(disk, seen=seen) as descriptor:
+        # Another run of this claim may have cloned since the plan.
+        if record := _complete(disk, _ledger.load(slot_id), fence):
+            raise _cloned(params, record)
         entry = _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk.disk_identity)
         syslog.syslog(
             f"gpuaas: cloning {params['digest']} onto {disk.disk_identity}, slot {slot_id}"
@@ -235,20 +248,20 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any]:
         progress = _image_clone.Progress(params["progress_path"], params["size_bytes"])
         _image_clone.copy(path, image, descriptor, progress)
         seconds = round(time.monotonic() - began, 3)
+        document = {
+            "slot_id": slot_id,
+            "fence": fence,
+            "disk": disk.disk_identity,
+            "digest": params["digest"],
+            "bytes": params["size_bytes"],
+            "seconds": seconds,
+            "finished_at": _host.now(),
+            "clean_at": entry.clean_at,
+        }
+        _image_clone.record(slot_id, document)
     syslog.syslog(
         f"gpuaas: cloned {params['size_bytes']} bytes onto {disk.disk_identity}, {seconds} s"
     )
-    document = {
-        "slot_id": slot_id,
-        "fence": fence,
-        "disk": disk.disk_identity,
-        "digest": params["digest"],
-        "bytes": params["size_bytes"],
-        "seconds": seconds,
-        "finished_at": _host.now(),
-        "clean_at": entry.clean_at,
-    }
-    _image_clone.record(slot_id, document)
     return document
 
 

@@ -94,6 +94,22 @@ def test_a_second_run_leaves_the_tenants_bytes_alone(ready, monkeypatch) -> None
     assert ready.read("nvme1n1", 2 * MIB, 6) == b"tenant"
 
 
+@pytest.mark.covers("I7", "P5")
+def test_a_complete_clone_is_not_written_over_under_the_same_claim(ready) -> None:
+    """Neither with another image, nor by a run that hung between its plan and its clone."""
+
+    def late(params: Any, step: _change.Step) -> Any:
+        assert clone().failure is None
+        ready.write("nvme1n1", 2 * MIB, b"tenant")
+        return image_clone.apply(params, step)
+
+    hung = clone(_change.Subject(image_clone.observe, image_clone.plan, late, image_clone.facts))
+    assert hung.failure is not None and hung.failure.code == "already_cloned"
+    other = clone(digest=f"sha256:{'0' * 64}")
+    assert codes(other) == ["already_cloned"]
+    assert ready.read("nvme1n1", 2 * MIB, 6) == b"tenant"
+
+
 def test_check_mode_writes_nothing(ready) -> None:
     assert clone(check_mode=True).changed
     assert not any(ready.read("nvme1n1", 0, MIB)) and not _ledger.load("slot-0").dirty
