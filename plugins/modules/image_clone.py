@@ -20,9 +20,9 @@ description:
   - A disk that already carries the image for this claim is not written again, even after the
     tenant has changed it.
   - Refuses with C(already_cloned), C(image_not_cached), C(image_digest_mismatch),
-    C(disk_too_small), C(stale_fence), C(lease_not_held), C(not_clean), C(unexpected_filesystem), C(changed_since_plan), C(os_disk),
-    C(disk_in_use), C(identity_mismatch), C(duplicate_identity), C(excluded_model),
-    C(bundle_incomplete), C(kernel_name_not_allowed).
+    C(disk_too_small), C(stale_fence), C(lease_not_held), C(not_clean), C(unexpected_filesystem),
+    C(changed_since_plan), C(os_disk), C(disk_in_use), C(identity_mismatch), C(duplicate_identity),
+    C(excluded_model), C(bundle_incomplete), C(kernel_name_not_allowed).
 options:
   image_path:
     description: The image in the cache, as M(gpuaas.slice.image_cache) returned it.
