@@ -21,11 +21,22 @@ from tests.lab.proof import beginning, refusal
 
 # Host key of a machine that does not exist.
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
+FOREIGN_ENTRY = """cat > /etc/grub.d/45_memory_test <<'SCRIPT'
+#!/bin/sh
+exec tail -n +3 "$0"
+menuentry 'Memory test' {
+  linux /boot/memtest86+x64.bin
+}
+SCRIPT
+chmod 755 /etc/grub.d/45_memory_test
+"""
 
 
 def test_a_freshly_deployed_machine_boots(stage: Stage, story: Chapter) -> None:
     evidence = host_steps.host(stage)
     assert "intel_iommu=on" not in stage.on_host("cat", "/proc/cmdline")
+    # An entry of the site that starts no kernel of the host, last in the menu.
+    stage.on_host("sh", "-s", stdin=FOREIGN_ENTRY)
     # Reference for the way back: a snapshot that knows nothing of slice mode.
     story.done["deployed"] = traces.look(stage)
     story.done["host"] = evidence
@@ -87,6 +98,7 @@ def test_bootstrap_reboots_into_a_slice_host(stage: Stage, story: Chapter) -> No
     # The file may begin with earlier hosts of this folder.
     latest = console.rpartition("reboot: machine restart")[2]
     assert "Welcome to GRUB" in latest and "can't find command" not in latest
+    assert "Memory test" in stage.on_host("cat", "/boot/grub/grub.cfg")
     story.done["bootstrap"] = evidence
 
 

@@ -11,6 +11,7 @@ stays for test_upkeep.py.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ for pid in $(pgrep -f 'qemu.*guest={_object_names.PREFIX}'); do
   cat "/proc/$pid/attr/current"
 done
 """
+# In a guest: a megabyte without an end of line, what is no text, and then the lie.
+LIE = """sudo sh -c '
+systemctl stop gpuaas-telemetry.service
+exec > /dev/virtio-ports/org.gpuaas.telemetry.0
+head -c 1000000 /dev/zero | tr "\\0" x
+printf "\\n\\377\\376{\\n"
+cat'
+"""
+# A host is asked every minute, and its service measures every half.
+LIE_S = 300
 QOS_ROWS = ("ovs-vsctl", "--timeout=60", "--bare", "--columns=_uuid", "list", "QoS")
 
 
@@ -185,6 +196,38 @@ def test_telemetry_comes_from_the_host_and_from_the_guest(stage: Stage, story: C
     words = stage.on_host("cat", "/etc/ssh/gpuaas_principals/gpuaas-telemetry")
     assert words.startswith("restrict,command=")
     assert "gpuaas-telemetry" not in stage.on_host("cat", "/etc/ssh/gpuaas_principals/root")
+
+
+@pytest.mark.covers("SLICE-11", "P2")
+def test_a_guest_that_lies_about_itself_says_nothing_of_its_neighbour(
+    stage: Stage, story: Chapter
+) -> None:
+    """Its root writes to the channel itself."""
+    story.needs("login")
+    honest, liar = story.done["slices"]
+    known = _latest(stage, honest)
+    lie = {"allocation_id": honest["id"], "cpus": -7, "gpus": [{"index": -1}], "uptime_s": 41.5}
+    slice_steps.in_guest(stage, LIE, f"{json.dumps(lie)}\n", allocation=liar)
+    try:
+        end = time.monotonic() + LIE_S
+        while (said := _latest(stage, liar)["guest"])["uptime_s"] != lie["uptime_s"]:
+            assert time.monotonic() < end, said
+            time.sleep(5)
+        assert (said["cpus"], said["gpus"]) == (None, []), said
+        while (now := _latest(stage, honest))["at"] <= known["at"]:
+            assert time.monotonic() < end, now
+            time.sleep(5)
+        assert now["guest"]["cpus"] == known["guest"]["cpus"] > 0
+    finally:
+        slice_steps.in_guest(
+            stage, "sudo systemctl start gpuaas-telemetry.service", allocation=liar
+        )
+
+
+def _latest(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
+    path = f"/projects/{stage.facts['project']}/allocations/{allocation['id']}/telemetry"
+    latest: dict[str, Any] = stage.api().get(path)["latest"]
+    return latest
 
 
 @pytest.mark.covers("I7", "HOST-9")

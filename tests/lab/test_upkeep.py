@@ -48,6 +48,15 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
     latest = stage.api().get(stage.path("/drift"))["task"]["result"]
     mended = {row["step"].split()[0] for row in latest["repairs"]}
     assert {"add_nat", "admit_guests", "forward_ipv4", "start_service"} <= mended, latest
+    assert stage.on_host("systemctl", "is-active", "dnsmasq.service").strip() == "active"
+    assert "restart_dnsmasq" in mended, latest
+    # What no repair may do is named on the node or on the slot that has it.
+    (free,) = (slot for slot in stage.bundles() if _is_free(stage, slot["slot_id"]))
+    with _unbound(stage, free["gpu_pci_address"]):
+        assert differences(stage) == {"device_unfit"}
+    with _filled(stage):
+        assert differences(stage) == {"host_disk_full"}
+    assert differences(stage) == set()
     stage.on_host("systemctl", "is-active", "gpuaas-slice-network-baseline.service")
     if "slice" not in story.done:
         slice_steps.provision(stage, terminal=True)
@@ -66,9 +75,11 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
     assert (slot["status"], slot["health_state"]) == ("active", "degraded")
     assert stage.api().get(f"/admin/allocations/{allocation['id']}")["state"] == "active"
     _power(stage, "start")
-    before = slice_steps.in_guest(stage, BOOT_ID)
-    _power(stage, "reset")
-    assert slice_steps.in_guest(stage, BOOT_ID) != before
+    boots = [slice_steps.in_guest(stage, BOOT_ID)]
+    for action in ("reset", "restart"):
+        _power(stage, action)
+        boots.append(slice_steps.in_guest(stage, BOOT_ID))
+    assert len(set(boots)) == len(boots)
     # Off as its project wants it, not by its guest's own doing, and on again with what it had.
     _power(stage, "stop")
     assert stage.on_host("ls", SHUTDOWNS).split() == [domain]
@@ -209,6 +220,32 @@ def _status(page: Page) -> str:
     return page.locator("#terminal-status").inner_text()
 
 
+def _is_free(stage: Stage, slot_id: str) -> bool:
+    slots = stage.api().get(stage.path("/resource-slots"))["items"]
+    return any(slot["id"] == slot_id and slot["status"] == "available" for slot in slots)
+
+
+@contextmanager
+def _unbound(stage: Stage, address: str) -> Iterator[None]:
+    """Take a device from vfio-pci, as a site's own script could, and give it back."""
+    driver = "/sys/bus/pci/drivers/vfio-pci"
+    stage.on_host("sh", "-c", f"'echo {address} > {driver}/unbind'")
+    try:
+        yield
+    finally:
+        stage.on_host("sh", "-c", f"'echo {address} > {driver}/bind'")
+
+
+@contextmanager
+def _filled(stage: Stage) -> Iterator[None]:
+    """Leave 100 MiB of the host's root file system."""
+    try:
+        stage.on_host("sh", "-s", stdin=FULL)
+        yield
+    finally:
+        stage.on_host("rm", "-f", "/var/full")
+
+
 def _power(stage: Stage, action: str) -> None:
     assert stage.member is not None
     allocation = stage.facts["allocation"]
@@ -320,12 +357,16 @@ WATCH = """
   .observe(document.getElementById("terminal-status"), { childList: true })
 """
 BROKEN = """set -e
-systemctl stop gpuaas-slice-network-baseline.service
+systemctl stop gpuaas-slice-network-baseline.service dnsmasq.service
 iptables -t nat -D POSTROUTING -s 10.100.0.0/24 -j MASQUERADE
 sysctl -q -w net.ipv4.ip_forward=0
 # As docker and ufw leave it, from here on.
 iptables -P FORWARD DROP
 iptables -S FORWARD | sed -n '/gpuaas-slice/s/^-A/iptables -D/p' | sh -e
+"""
+FULL = """set -e
+free=$(df --output=avail --block-size=1M / | tail -n 1)
+fallocate --length $((free - 100))MiB /var/full
 """
 # Of a slice with this id and port, once telemetry has seen it run with its limit.
 LIMIT_LOST = """set -e

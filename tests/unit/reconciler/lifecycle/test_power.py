@@ -115,7 +115,8 @@ def test_what_is_refused(sold: Site, key: str) -> None:
         assert code(power.request, conn, key, PowerAction.RESET, ADMIN) == "host_unproven"
         prove(conn, sold, boot_id)
         host.lost(conn, "n1", ADMIN)
-        assert code(power.request, conn, key, PowerAction.STOP, ADMIN) == "host_unreachable"
+        for action in PowerAction:
+            assert code(power.request, conn, key, action, ADMIN) == "host_unreachable"
         host.regained(conn, "n1", ADMIN)
         assert not allocations.get(conn, key).stopped, "a refusal changes nothing"
         launching.release(conn, key, ADMIN)

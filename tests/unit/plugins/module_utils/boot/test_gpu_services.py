@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _gpu_services
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
 
 pytestmark = pytest.mark.covers("HOST-4")
 
+ROOT = Path(__file__).parents[5]
 NAMES = ("a.service", "b.service", "c.service", "d.service")
 SHOW = ("systemctl", "show", "--property=ActiveState,UnitFileState", "--", *NAMES)
 
@@ -42,6 +44,14 @@ def host(tree: Path) -> None:
 def drive(**more: Any) -> _change.Outcome:
     params = {"services": NAMES, **more}
     return _change.drive(_gpu_services.SUBJECT, params, check_mode=False)
+
+
+def test_the_shipped_profile_names_what_holds_an_h200() -> None:
+    profile = yaml.safe_load((ROOT / "profiles" / "xe9680l-h200.yml").read_text())
+    holders = {"dcgm-exporter.service", "nvidia-imex.service", "nvidia-persistenced.service"}
+    # The path unit would start the service again, whenever a file of the driver changes.
+    holders |= {"nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"}
+    assert holders <= set(profile["gpu_services"])
 
 
 def test_running_and_enabled_ones_are_quiesced_and_the_absent_left_alone(script: Any) -> None:
