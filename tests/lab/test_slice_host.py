@@ -21,6 +21,26 @@ from tests.lab.proof import beginning, refusal
 
 # Host key of a machine that does not exist.
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILw6MHUfBS0BkklFB8Qsked8rLaWhYoJ7HQ8JG+KpgdX"
+# An array and a physical volume on a disk. Prints its signature and the number of arrays, then its
+# signature and the number of volumes of LVM, with the host's configuration and without its filter.
+FOREIGN_LABELS = """set -e
+disk=$1
+settle() { udevadm trigger --action=add --settle "$disk"; }
+blank() { blkdiscard --zeroout "$disk"; settle; }
+trap blank EXIT
+mdadm -q --create /dev/md/t --run --level=0 --raid-devices=1 --force --metadata=1.2 "$disk"
+mdadm -q --stop /dev/md/t
+settle
+blkid -p -s TYPE -o value "$disk"
+grep -c '^md' /proc/mdstat || true
+blkdiscard --zeroout "$disk"
+open='devices { global_filter = [ "a|.*|" ] }'
+pvcreate -q -y --config "$open" "$disk" > /dev/null
+settle
+blkid -p -s TYPE -o value "$disk"
+pvs --noheadings -o pv_name | wc -l
+pvs --noheadings -o pv_name --config "$open" | wc -l
+"""
 FOREIGN_ENTRY = """cat > /etc/grub.d/45_memory_test <<'SCRIPT'
 #!/bin/sh
 exec tail -n +3 "$0"
@@ -259,6 +279,9 @@ def test_the_host_makes_nothing_of_approved_disks(stage: Stage, story: Chapter) 
         properties = dict(line.partition("=")[::2] for line in shown.splitlines())
         assert properties["DEVLINKS"] == bundle["nvme_device"]
         assert properties["SYSTEMD_READY"] == "0"
+        # What a tenant could write on it: each is found by its program, and taken by nothing.
+        told = stage.on_host("sh", "-s", bundle["nvme_device"], stdin=FOREIGN_LABELS).split()
+        assert told == ["linux_raid_member", "0", "LVM2_member", "0", "1"], told
     built = stage.on_host("sh", "-c", "'lsinitramfs /boot/initrd.img-$(uname -r)'")
     assert "udev/rules.d/62-gpuaas-slice-disks.rules" in built
 

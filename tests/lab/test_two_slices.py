@@ -48,6 +48,54 @@ cat'
 """
 # A host is asked every minute, and its service measures every half.
 LIE_S = 300
+FUNCTIONS = """
+import json, pathlib, subprocess
+rows = {}
+for link in json.loads(subprocess.check_output(["ip", "-j", "link", "show"])):
+    card = pathlib.Path("/sys/class/net", link["ifname"], "device")
+    for row in link.get("vfinfo_list", []):
+        rows[(card / f"virtfn{row['vf']}").resolve().name] = row
+print(json.dumps(rows))
+"""
+# In a guest: superblocks of md (1.2) and LVM on its disk, as mdadm and pvcreate write them. Prints
+# what each alone is taken for.
+LABELS = """
+import os, struct, subprocess, zlib
+disk = "/dev/vda"
+def put(offset, data):
+    with open(disk, "r+b", buffering=0) as handle:
+        os.pwrite(handle.fileno(), data, offset)
+        os.fsync(handle.fileno())
+def taken():
+    words = ["blkid", "-p", "-u", "raid", "-s", "TYPE", "-o", "value", disk]
+    print(subprocess.check_output(words, text=True).strip())
+array = bytearray(4096)
+struct.pack_into("<III", array, 0, 0xA92B4EFC, 1, 0)
+struct.pack_into("<Q", array, 144, 8)
+put(4096, array)
+taken()
+put(4096, bytes(4096))
+label = bytearray(512)
+struct.pack_into("<8sQ", label, 0, b"LABELONE", 1)
+struct.pack_into("<I8s32s", label, 20, 32, b"LVM2 001", b"x" * 32)
+struct.pack_into("<I", label, 16, zlib.crc32(label[20:], 0xF597A6CF ^ 0xFFFFFFFF) ^ 0xFFFFFFFF)
+put(512, label)
+taken()
+put(4096, array)
+"""
+# In a guest: frames of many hardware addresses, and more ARP packets than a guest may send.
+FLOOD = """
+import socket
+handle = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+name = next(name for _, name in socket.if_nameindex() if name != "lo")
+handle.bind((name, 0))
+own = handle.getsockname()[4]
+for number in range(10000):
+    stranger = bytes([2, 0, 0, 0, number >> 8, number & 255])
+    handle.send(bytes([255] * 6) + stranger + b"\\x08\\x00" + bytes(46))
+    if number % 5 == 0:
+        handle.send(bytes([255] * 6) + own + b"\\x08\\x06" + bytes(46))
+"""
 QOS_ROWS = ("ovs-vsctl", "--timeout=60", "--bare", "--columns=_uuid", "list", "QoS")
 
 
@@ -151,6 +199,29 @@ def test_each_machine_runs_confined_and_unprivileged(stage: Stage, story: Chapte
         uid, seccomp, label = row.split(" ", 2)
         assert int(uid) != 0 and seccomp == "2", row
         assert label.startswith("libvirt-") and label.endswith("(enforce)"), row
+
+
+@pytest.mark.covers("HOST-7", "SLICE-9")
+def test_each_machines_function_is_in_its_tenants_network(stage: Stage, story: Chapter) -> None:
+    """As the card shows it: with spoof check, without trust, and not with the idle functions."""
+    story.needs("slices")
+    idle, last = stage.profile()["fabric"]["vlans"]
+    functions = {slot["slot_id"]: slot["fabric_vf_pci_address"] for slot in stage.bundles()}
+    shown = _functions(stage)
+    taken = [functions[each["claims"][0]["slot_id"]] for each in story.done["slices"]]
+    (vlan,) = {shown[address][0] for address in taken}
+    assert idle < vlan <= last, "both are of one project"
+    assert all(shown[address][1:] == (True, False) for address in shown), shown
+    assert {shown[address][0] for address in set(shown) - set(taken)} == {idle}
+
+
+def _functions(stage: Stage) -> dict[str, tuple[int, bool, bool]]:
+    """VLAN, spoof check and trust of each virtual function, by its PCI address."""
+    rows = json.loads(stage.on_host("python3", "-", stdin=FUNCTIONS))
+    return {
+        address: (row["vlan_list"][0]["vlan"], row["spoofchk"], row["trust"])
+        for address, row in rows.items()
+    }
 
 
 @pytest.mark.covers("CTRL-7")
@@ -287,6 +358,31 @@ def test_nothing_passes_while_the_switch_comes_back(
     assert attacks.one_round() == [], "the guards are not as before"
 
 
+@pytest.mark.covers("SLICE-9", "HOST-6", "P9")
+def test_a_flood_of_hardware_addresses_fills_no_table_of_the_switch(
+    attacks: Attacks, stage: Stage
+) -> None:
+    """In the kernel's datapath, where each refused frame of its own kind would be a flow."""
+    flooding, neighbour = attacks.slices
+    before = _refused(stage, flooding.port)
+    slice_steps.in_guest(stage, "sudo python3 -", FLOOD, allocation=flooding.allocation)
+    refused = {
+        kind: packets - before[kind] for kind, packets in _refused(stage, flooding.port).items()
+    }
+    assert refused["mac_spoofed"] >= 10_000 and refused["packet_rate"] > 0, refused
+    flows = stage.on_host("ovs-appctl", "dpctl/dump-flows")
+    assert len(flows.splitlines()) < 300, flows[:2000]
+    asked = slice_steps.in_guest(stage, "id -un", allocation=neighbour.allocation)
+    assert asked.strip() == slice_steps.USER
+
+
+def _refused(stage: Stage, port: str) -> dict[str, int]:
+    """Frames of a port that the filter before the switch refused, by kind."""
+    listed = stage.on_host("nft", "-j", "list", "table", "netdev", f"gpuaas_{port}")
+    counters = [row["counter"] for row in json.loads(listed)["nftables"] if "counter" in row]
+    return {row["name"].removesuffix("_refused"): row["packets"] for row in counters}
+
+
 @pytest.mark.covers("SLICE-9", "HOST-6", "I14", "I17", "P9")
 def test_guests_are_guarded_from_their_first_packet_after_a_power_loss(
     attacks: Attacks, stage: Stage, story: Chapter
@@ -299,8 +395,14 @@ def test_guests_are_guarded_from_their_first_packet_after_a_power_loss(
     byhand.booted(stage, after=boot)
     assert differences(stage) == {"guest_stopped"}
     attacks.lay_out()
+    first = attacks.slices[0].allocation["id"]
+    guard, domain = _object_names.guard_path(first), _object_names.domain_name(first)
+    stage.on_host("mv", guard, "/run/guard")
+    with pytest.raises(LabError, match="guard_missing"):
+        stage.on_host("virsh", "start", domain, limit_s=600)
+    stage.on_host("mv", "/run/guard", guard)
     for each in attacks.slices:
-        domain = f"gpuaas-slice-{each.allocation['id'].replace('-', '')}"
+        domain = _object_names.domain_name(each.allocation["id"])
         stage.on_host("virsh", "start", domain, limit_s=600)
     attacks.await_world(limit_s=BOOT_S)
     for each in attacks.slices:
@@ -343,11 +445,17 @@ def test_one_is_released_beside_the_other_though_the_reconciler_is_killed(
         story.done["attacks"].close()
         story.done["attacks"].remove()
     assert differences(stage) == set()
+    # An array and a volume group of the tenant, which nobody has to look at.
+    told = slice_steps.in_guest(stage, "sudo python3 -", LABELS).split()
+    assert told == ["linux_raid_member", "LVM2_member"], told
     evidence = slice_steps.release(stage, lambda task_id: _kill_the_reconciler(stage, task_id))
     assert evidence["allocation"] == "released"
     assert evidence["shutdown"] == "graceful"
     assert evidence["absence"]["absent"]
     assert evidence["slots"] == ["available"]
+    functions = {slot["slot_id"]: slot["fabric_vf_pci_address"] for slot in stage.bundles()}
+    address = functions[stage.facts["allocation"]["claims"][0]["slot_id"]]
+    assert _functions(stage)[address][0] == stage.profile()["fabric"]["vlans"][0]
     # The limit of the other slice.
     assert len(stage.on_host(*QOS_ROWS).split()) == 1
     assert differences(stage) == set()
