@@ -26,6 +26,7 @@ admin_router = APIRouter(prefix="/admin/tokens", tags=["tokens"])
 
 
 Lifetime = Annotated[Integer, Field(ge=60, le=10 * 365 * 86_400)]
+_DEFAULT_S = 90 * 86_400
 
 
 class NewToken(Reasoned):
@@ -35,7 +36,7 @@ class NewToken(Reasoned):
     name: Name
     project_id: Name | None = None
     node_id: Name | None = None
-    ttl_s: Lifetime | None = None
+    ttl_s: Lifetime | None = Field(_DEFAULT_S, description="null: it ends when it is revoked.")
 
     @model_validator(mode="after")
     def _names_its_owner(self) -> Self:
@@ -126,7 +127,7 @@ class NewOwnToken(Reasoned):
 
     name: Name
     project_id: Name | None = None
-    ttl_s: Lifetime = 90 * 86_400
+    ttl_s: Lifetime = _DEFAULT_S
 
 
 @router.post("", status_code=201, response_model=IssuedToken)

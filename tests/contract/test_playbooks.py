@@ -144,3 +144,17 @@ def test_an_argument_specification_names_the_variables_of_the_contract(playbook:
     content = text(playbook)
     optional = {name for name in set(options) - required if re.search(rf"\b{name}\b", content)}
     assert {name for name in optional if f"{name} | default(" not in content} == set()
+
+
+@pytest.mark.covers("I10", "SLICE-6", "SLICE-9")
+def test_a_release_shuts_everybody_out_before_the_machine_stops_and_wipes_last() -> None:
+    """Public ingress and the gateway's way end first: the address soon belongs to another guest."""
+    plays = yaml.safe_load((FOLDER / "release_slice.yml").read_text())
+    modules = [
+        name.removeprefix("gpuaas.slice.")
+        for task in tasks(plays)
+        for name in task
+        if name.startswith("gpuaas.slice.slice_") or name.endswith(("nvme_wipe", "gpu_reset"))
+    ]
+    order = ["slice_lease", "slice_relay", "slice_ingress", "slice_vm", "nvme_wipe", "gpu_reset"]
+    assert modules[: len(order)] == order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ def test_no_token_does_more_than_the_one_that_made_it(new: Stack) -> None:
     assert (opens(new, "deputy", "admin/nodes"), opens(new, "guest", "admin/nodes")) == (200, 403)
     absent = new.client("admin").post("tokens", json={"name": "x", "project_id": "none"})
     assert absent.json()["code"] == "project_not_found"
+
+
+def test_an_address_with_a_slash_more_leads_nowhere(new: Stack) -> None:
+    """A redirect would be made from the request's own Host."""
+    for path in ("tokens/", "admin/nodes/"):
+        assert new.client("admin").get(path, follow_redirects=False).status_code == 404
+
+
+def test_a_token_ends_after_ninety_days_unless_asked_otherwise(new: Stack) -> None:
+    body = {"role": "platform-admin", "name": "ci"}
+    made = new.client("admin").post("admin/tokens", json=body).json()
+    lasts = datetime.fromisoformat(made["expires_at"]) - datetime.fromisoformat(made["created_at"])
+    assert lasts == timedelta(days=90)
+    endless = new.client("admin").post("admin/tokens", json={**body, "name": "c2", "ttl_s": None})
+    assert endless.json()["expires_at"] is None
 
 
 def test_a_token_ends_with_the_one_that_made_it(new: Stack) -> None:
