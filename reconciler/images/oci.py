@@ -28,6 +28,9 @@ from reconciler.trust import downloads
 DOCUMENT, ENTRIES = 4 << 20, 100_000
 # Of an extended header. That of a file has a dozen, with its extended attributes.
 RECORDS = 1000
+# Longest name (PATH_MAX of Linux), and most names in the folder of the disk, in all layers. The
+# folder has a single file, but layers may also name folders and removed files.
+NAME, NAMES = 4096, 1000
 # Each layer is read whole, so their number is that of what container engines make.
 LAYERS = 128
 # Bytes of the layers beside the disk.
@@ -165,6 +168,9 @@ class _Search:
                 name = entry.name.removeprefix("./").strip("/")
                 if name.partition("/")[0] in (FOLDER, _WHITEOUT + FOLDER):
                     names.add(name)
+                    if len(names) + len(self._hidden) > NAMES:
+                        expected = f"at most {NAMES} names in the folder /{FOLDER} of the layers"
+                        raise bounds.invalid(expected, "more")
                     if name not in self._hidden:
                         self._take(archive, entry, name)
         self._left -= archive.at
@@ -245,6 +251,8 @@ class _Tar:
                 longer |= _extended(kind, self.read(entry.size))
             else:
                 entry.name = longer.get("path", entry.name)
+                if len(entry.name) > NAME:
+                    raise ValueError(f"a name of {len(entry.name)} characters")
                 yield entry
                 longer = {}
             while self.read(bounds.BLOCK):

@@ -236,7 +236,27 @@ def _header_of_many_records() -> bytes:
     return entry.tobuf() + records + bytes(-len(records) % 512) + layer(disk__a=DISK)
 
 
-@pytest.mark.parametrize("forged", [_header_of_a_gibibyte, _sparse_map, _header_of_many_records])
+def _long_name() -> bytes:
+    """A layer of a few hundred kilobytes may have thousands of them, a mebibyte each."""
+    folder = special(tarfile.DIRTYPE)
+    return tar({"disk/a": DISK, f"disk/{'b' * 4096}": folder})
+
+
+def _many_names() -> bytes:
+    folders = {f"disk/b{number}": special(tarfile.DIRTYPE) for number in range(1000)}
+    return tar({"disk/a": DISK, **folders})
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        _header_of_a_gibibyte,
+        _sparse_map,
+        _header_of_many_records,
+        _long_name,
+        _many_names,
+    ],
+)
 def test_headers_that_ask_for_memory(
     image: Image, folder: Path, forged: Callable[[], bytes]
 ) -> None:
