@@ -91,17 +91,21 @@ def _write_sparse(sink: IO[bytes], block: bytes) -> None:
 
 
 def _blocks(url: str) -> Iterator[bytes]:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https", "file"):
-        raise _unreachable(url, f"the scheme {parts.scheme!r}")
     try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https", "file"):
+            raise _unreachable(url, f"the scheme {parts.scheme!r}")
         if parts.scheme == "file":
             with _host.path(unquote(parts.path)).open("rb") as source:
                 yield from _read(source)
         else:
             yield from _http_blocks(url)
-    except (OSError, http.client.HTTPException) as failed:
+    except OSError as failed:
         raise _unreachable(url, f"{type(failed).__name__}: {failed}") from failed
+    except (ValueError, http.client.HTTPException) as failed:
+        # The text may quote an invalid URL whole, with a login and a query.
+        found = f"an invalid URL, redirect or answer: {type(failed).__name__}"
+        raise _unreachable(url, found) from failed
 
 
 def _http_blocks(url: str) -> Iterator[bytes]:
@@ -123,6 +127,9 @@ def _http_blocks(url: str) -> Iterator[bytes]:
                 if answer.status != http.HTTPStatus.OK:
                     raise _unreachable(url, f"HTTP status {answer.status}")
                 yield from _read(answer)
+                if answer.length:
+                    # http.client takes a connection that was lost for the end of the content.
+                    raise _unreachable(url, f"an end {answer.length} bytes too early")
                 return
         finally:
             connection.close()
@@ -136,7 +143,10 @@ def _read(source: IO[bytes] | http.client.HTTPResponse) -> Iterator[bytes]:
 
 def shown(url: str) -> str:
     """The URL without login and query, which may be secrets."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an invalid URL"
     host = parts.netloc.rpartition("@")[2]
     return parts._replace(netloc=host, query="", fragment="").geturl()
 

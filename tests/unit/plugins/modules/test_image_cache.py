@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _command, _host
@@ -65,6 +66,15 @@ def server(source: str, tree: Path) -> Iterator[str]:
                 self.send_response(302)
                 self.send_header("Location", "ftp://127.0.0.1/slice.raw")
                 self.end_headers()
+            elif self.path.startswith("/to?"):
+                self.send_response(302)
+                self.send_header("Location", unquote(self.path.partition("?")[2]))
+                self.end_headers()
+            elif self.path == "/cut":
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(CONTENT)))
+                self.end_headers()
+                self.wfile.write(CONTENT[:MIB])
             elif self.path.startswith("/drip"):
                 # A header without an end.
                 with contextlib.suppress(OSError):
@@ -173,6 +183,39 @@ def test_sources_that_give_nothing(server: str) -> None:
     assert failure(outcome) == "image_unreachable"
     assert failure(cache("ftp://example.org/x")) == "image_unreachable"
     assert "secret" not in str(cache(f"{server}/none?token=secret").failure)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_download_that_is_cut_off_is_not_the_fault_of_the_catalogue(
+    server: str, compression: str
+) -> None:
+    """Its task is tried again, because the code is one of the transient errors."""
+    outcome = cache(f"{server}/cut", compression=compression)
+    assert failure(outcome) == "image_unreachable"
+    assert f"{len(CONTENT) - MIB} bytes too early" in outcome.failure.found
+    assert list(_host.path(_image_cache.DIRECTORY).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1/a?t=secret",
+        "http://127.0.0.1:port/?t=secret",
+        "http://127.0.0.1/a b?t=secret",
+        "http://127.0.0.1/\xe9?t=secret",
+        "http://root:secret@\u2100/",
+    ],
+)
+def test_an_invalid_url_is_refused_without_its_secrets(server: str, url: str) -> None:
+    sources = [url]
+    # Headers have no such character.
+    if "\u2100" not in url:
+        sources.append(f"{server}/to?{quote(url)}")
+    for source in sources:
+        outcome = cache(source)
+        assert failure(outcome) == "image_unreachable"
+        assert "an invalid URL" in outcome.failure.found
+        assert "secret" not in str(outcome.failure)
 
 
 def test_a_packed_image_is_unpacked(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
