@@ -76,28 +76,38 @@ def convert(
     image; "" for any.
     """
     with _drafts(folder) as drafts:
-        raw = drafts / "raw"
-        with _disk_of(source, drafts, limit_bytes, source_digest).open("rb") as disk:
-            head = disk.read(SECTOR)
-            if head.startswith(QCOW2):
-                size = _virtual_size(head)
-                _require_size(size, limit_bytes, folder)
-                _run_qemu_img(disk, raw, size)
-            else:
+        # The owner of the source may change it at any time. What is compared with source_digest is
+        # a copy, and that is converted.
+        raw, disk = drafts / "raw", drafts / "disk"
+        if _is_image(source):
+            oci.extract(source, disk, limit_bytes, source_digest)
+            source, source_digest = disk, ""
+        with source.open("rb") as file:
+            head = file.read(SECTOR)
+            file.seek(0)
+            size, is_raw = os.fstat(file.fileno()).st_size, not head.startswith(QCOW2)
+            if is_raw:
                 _require_bootable(head)
-                size = os.fstat(disk.fileno()).st_size
                 _require_size(size, limit_bytes, folder)
-                disk.seek(0)
-                bounds.copy_sparse(disk, raw, size)
+                bounds.copy_sparse(file, raw, size)
+            elif source != disk:
+                # Before the copy, which may take minutes.
+                _require_size(_virtual_size(head), limit_bytes, folder)
+                _require_room(folder, size)
+                bounds.copy_sparse(file, disk, size)
+        if not is_raw:
+            _unpack(disk, raw, limit_bytes, folder, source_digest)
         with raw.open("rb") as image:
             _require_bootable(image.read(SECTOR))
             image.seek(0)
             digest = bounds.digest_of(image)
+        if is_raw:
+            _require_digest(source_digest, digest)
         return _place(raw, folder, digest, compression)
 
 
-def _disk_of(source: Path, drafts: Path, limit_bytes: int, source_digest: str) -> Path:
-    """The disk file of a source: itself, or taken out of an OCI image."""
+def _is_image(source: Path) -> bool:
+    """Whether a source is an OCI image. Refuse what is neither that nor a file."""
     try:
         mode = source.stat().st_mode
     except OSError as error:
@@ -106,16 +116,25 @@ def _disk_of(source: Path, drafts: Path, limit_bytes: int, source_digest: str) -
     # The opening of a pipe would wait for a writer, and a device has no end.
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise bounds.invalid("a plain file, or a folder with an OCI image", f"{source}: neither")
-    if oci.is_image(source):
-        disk = drafts / "disk"
-        oci.extract(source, disk, limit_bytes, source_digest)
-        return disk
-    if source_digest:
-        with source.open("rb") as file:
-            actual = bounds.digest_of(file)
-        if actual != source_digest:
-            raise bounds.invalid(f"{source} with the digest {source_digest}", actual)
-    return source
+    return oci.is_image(source)
+
+
+def _require_digest(expected: str, actual: str) -> None:
+    if expected and actual != expected:
+        raise bounds.invalid(f"a source with the digest {expected}", actual)
+
+
+def _unpack(disk: Path, raw: Path, limit_bytes: int, folder: Path, digest: str) -> None:
+    """Convert a qcow2 file of ours, which must have this digest unless it is ""."""
+    # As nobody, qemu-img may read it and not write it. Others cannot reach it in its folder.
+    disk.chmod(0o444)
+    with disk.open("rb") as file:
+        if digest:
+            _require_digest(digest, bounds.digest_of(file))
+            file.seek(0)
+        size = _virtual_size(file.read(SECTOR))
+        _require_size(size, limit_bytes, folder)
+        _run_qemu_img(file, raw, size)
 
 
 def _virtual_size(head: bytes) -> int:
@@ -143,6 +162,10 @@ def _require_size(size: int, limit_bytes: int, folder: Path) -> None:
         raise bounds.too_large(limit_bytes, f"{size} bytes")
     if size == 0 or size % SECTOR:
         raise bounds.invalid(f"a disk of whole sectors of {SECTOR} bytes", f"{size} bytes")
+    _require_room(folder, size)
+
+
+def _require_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise bounds.no_room(folder, f"{size} bytes free", f"{free} bytes")

@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from reconciler.images import convert
+from reconciler.images import bounds, convert
 from reconciler.model.errors import Problem
 
 MIB = 1 << 20
@@ -64,6 +65,8 @@ def test_a_disk_becomes_a_raw_file_with_the_digest_of_its_bytes(
 ) -> None:
     source = raw.with_name("source")
     qemu_img("convert", *options, raw, source)
+    # Root's qemu-img runs as nobody, who may not open this file.
+    source.chmod(0o600)
     digest = f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}"
     wrong = refused(source, folder, source_digest=f"sha256:{'0' * 64}")
     assert (wrong.code, wrong.found) == ("image_source_invalid", digest)
@@ -76,6 +79,28 @@ def test_a_disk_becomes_a_raw_file_with_the_digest_of_its_bytes(
     assert image.file.stat().st_blocks * 512 < 3 * MIB, "zeros are holes"
     assert not convert.convert(source, folder, limit_bytes=len(DISK)).new
     assert [file.name for file in folder.iterdir()] == [image.file.name]
+
+
+@pytest.mark.parametrize("form", ["raw", "qcow2"])
+def test_a_source_that_changes_after_its_digest_was_compared(
+    raw: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Whoever signed the digest has not signed what the owner of the file makes of it."""
+    source = raw.with_name("source")
+    qemu_img("convert", "-O", form, raw, source)
+    digest = f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}"
+    raw.write_bytes(DISK.replace(b"system", b"forged"))
+    digest_of = bounds.digest_of
+
+    def late(stream: IO[bytes]) -> str:
+        actual = digest_of(stream)
+        qemu_img("convert", "-O", form, raw, source)
+        return actual
+
+    monkeypatch.setattr(bounds, "digest_of", late)
+    image = convert.convert(source, folder, limit_bytes=len(DISK), source_digest=digest)
+    assert image.file.read_bytes() == DISK
+    assert refused(source, folder, source_digest=digest).code == "image_source_invalid"
 
 
 def test_a_compressed_file_keeps_the_digest_of_the_raw_bytes(raw: Path, folder: Path) -> None:
