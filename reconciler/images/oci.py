@@ -7,11 +7,11 @@ stream. Nothing is unpacked, so links, devices and names that leave the tree lea
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -95,13 +95,16 @@ class _Layout:
 
     def manifest(self, digest: str) -> dict[str, Any]:
         """The only manifest for this platform; an index may name a further index."""
-        document = self._document(self._open("index.json"))
+        with self._open("index.json") as file:
+            document = _document(file.read(DOCUMENT + 1))
         for _level in range(2):
             fitting = [each for each in _items(document, "manifests") if _is_ours(each)]
             if len(fitting) != 1:
                 expected = f"one image for {'/'.join(PLATFORM.values())} in the source"
                 raise bounds.invalid(expected, f"{len(fitting)} images")
-            document = self._document(self.blob(fitting[0]))
+            with self.blob(fitting[0]) as blob:
+                text = blob.read(DOCUMENT + 1)
+            document = _document(text)
             if "manifests" not in document:
                 break
         actual = str(fitting[0]["digest"])
@@ -109,20 +112,22 @@ class _Layout:
             raise bounds.invalid(f"the manifest {digest}", actual)
         return document
 
-    def blob(self, descriptor: dict[str, Any]) -> IO[bytes]:
-        """A blob whose bytes were compared with its digest."""
+    @contextmanager
+    def blob(self, descriptor: dict[str, Any]) -> Iterator[_Blob]:
+        """A blob, whose bytes are compared with its digest when the caller has read it."""
         digest = str(descriptor.get("digest"))
         match = _DIGEST.fullmatch(digest)
         if match is None:
             raise bounds.invalid("sha256 digests of blobs", digest[:100])
-        stream = self._open(f"blobs/sha256/{match[1]}")
-        actual, size = bounds.digest_of(stream), stream.tell()
-        if (actual, size) != (digest, descriptor.get("size")):
-            stream.close()
+        with self._open(f"blobs/sha256/{match[1]}") as file:
+            blob = _Blob(file)
+            yield blob
+            while blob.read(bounds.BLOCK):
+                pass
+        actual = f"sha256:{blob.digest.hexdigest()}"
+        if (actual, blob.size) != (digest, descriptor.get("size")):
             expected = f"{digest} with {descriptor.get('size')!r} bytes"
-            raise bounds.invalid(expected, f"{actual} with {size} bytes")
-        stream.seek(0)
-        return stream
+            raise bounds.invalid(expected, f"{actual} with {blob.size} bytes")
 
     def _open(self, name: str) -> IO[bytes]:
         file: IO[bytes] | None = None
@@ -134,15 +139,18 @@ class _Layout:
             raise bounds.invalid(f"the file {name} in the layout of an OCI image", "none")
         return file
 
-    def _document(self, stream: IO[bytes]) -> dict[str, Any]:
-        with stream:
-            text = stream.read(DOCUMENT + 1)
-        if len(text) > DOCUMENT:
-            raise bounds.invalid(f"JSON documents of at most {DOCUMENT} bytes", "a larger one")
-        document = json.loads(text)
-        if not isinstance(document, dict):
-            raise bounds.invalid("JSON objects", type(document).__name__)
-        return document
+
+class _Blob:
+    """Content of a blob, hashed as it is read, because its file may change at any time."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest, self.size = file, hashlib.sha256(), 0
+
+    def read(self, size: int, /) -> bytes:
+        part = self._file.read(size)
+        self.digest.update(part)
+        self.size += len(part)
+        return part
 
 
 class _Search:
@@ -224,7 +232,7 @@ class _Tar:
     the map of a sparse file.
     """
 
-    def __init__(self, stream: IO[bytes], limit_bytes: int) -> None:
+    def __init__(self, stream: bounds.Readable, limit_bytes: int) -> None:
         self._stream, self._limit_bytes = stream, limit_bytes
         # Bytes read, and bytes left of the entry's content.
         self.at, self._left = 0, 0
@@ -297,14 +305,15 @@ def _extended(kind: bytes, content: bytes) -> dict[str, str]:
 
 
 @contextmanager
-def _unpacked(blob: IO[bytes], compression: str, folder: Path) -> Iterator[IO[bytes]]:
+def _unpacked(blob: _Blob, compression: str, folder: Path) -> Iterator[bounds.Readable]:
     if compression == "gzip":
-        with gzip.GzipFile(fileobj=blob) as plain:
-            yield cast("IO[bytes]", plain)
+        with gzip.GzipFile(fileobj=cast("IO[bytes]", blob)) as plain:
+            yield plain
     elif compression == "zstd":
         # The program reads a file of its own, because a blob may be part of a file.
         with tempfile.TemporaryFile(dir=folder) as packed:
-            shutil.copyfileobj(blob, packed, bounds.BLOCK)
+            while part := blob.read(bounds.BLOCK):
+                packed.write(part)
             packed.seek(0)
             words = ["zstd", "-d", "-c", "-q"]
             with subprocess.Popen(
@@ -316,6 +325,16 @@ def _unpacked(blob: IO[bytes], compression: str, folder: Path) -> Iterator[IO[by
                     program.kill()
     else:
         yield blob
+
+
+def _document(text: bytes) -> dict[str, Any]:
+    """A JSON object. text: of a longer document, one byte more than it may have."""
+    if len(text) > DOCUMENT:
+        raise bounds.invalid(f"JSON documents of at most {DOCUMENT} bytes", "a larger one")
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise bounds.invalid("JSON objects", type(document).__name__)
+    return document
 
 
 def _items(document: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -314,6 +314,25 @@ def test_broken_images(image: Image, folder: Path, change: Callable[[Image], Non
         assert refused(source, folder).code == "image_source_invalid"
 
 
+def test_a_layer_that_changes_while_it_is_read(
+    image: Image, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = image.layers(layer(disk__a=DISK))
+    copy_sparse = bounds.copy_sparse
+
+    def late(*given: Any) -> None:
+        (blob,) = [blob for blob in image.blobs.iterdir() if blob.stat().st_size > MIB]
+        with blob.open("r+b") as file:
+            file.seek(MIB // 2)
+            file.write(b"forged")
+        copy_sparse(*given)
+
+    monkeypatch.setattr(bounds, "copy_sparse", late)
+    with pytest.raises(Problem, match="image_source_invalid"):
+        disk_of(image.folder, folder, digest)
+    assert list(folder.iterdir()) == []
+
+
 def test_layers_are_counted_before_they_are_read(image: Image, folder: Path) -> None:
     image.layers(*[layer(disk__a=DISK)] * 129)
     assert refused(image.folder, folder).found == "129 layers"
