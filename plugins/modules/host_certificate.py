@@ -16,6 +16,8 @@ description:
     (C(certificate_unreadable)), one for another key (C(certificate_of_another_key)) or another node
     (C(certificate_of_another_node)), and a host whose sshd does not offer the file
     (C(certificate_not_served)).
+  - Refuses a certificate that ends before the present one (C(certificate_older)), and one that
+    another CA signed (C(certificate_of_another_authority)); only an enrolment changes the CA.
   - When sshd does not load it, the old certificate is put back and the module fails with
     C(certificate_not_taken).
 options:

@@ -1,7 +1,8 @@
 """SSH host certificate of this machine and its renewal.
 
 sshd's settings name the file since the enrolment. Only a new enrolment can replace an expired
-certificate, because an expired certificate allows no login.
+certificate, because an expired certificate allows no login. For the same reason a renewal neither
+shortens the validity nor changes the CA, which is the one that clients know.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ SUBJECT = _change.Subject(observe, plan, apply, facts)
 
 def _blockers(text: str, node_id: str, state: State) -> Iterator[Refusal]:
     try:
-        certificate, _until = _dated(text)
+        certificate, until = _dated(text)
     except ValueError as error:
         yield Refusal(
             "certificate_unreadable",
@@ -106,12 +107,39 @@ def _blockers(text: str, node_id: str, state: State) -> Iterator[Refusal]:
             found=f"one for {', '.join(certificate.principals) or 'everybody'}",
             remedy="ask the reconciler for the renewal: it certifies the name that it dials",
         )
+    yield from _setbacks(certificate, until, state)
     if FILE not in state.served:
         yield Refusal(
             "certificate_not_served",
             expected=f"HostCertificate {FILE} in the settings of sshd",
             found=", ".join(state.served) or "no HostCertificate",
             remedy="enrol the host: its script writes /etc/ssh/sshd_config.d/60-gpuaas.conf",
+        )
+
+
+def _setbacks(
+    certificate: _ssh_certificate.Certificate, until: datetime, state: State
+) -> Iterator[Refusal]:
+    """Refusals of a certificate with which clients would refuse this host earlier than now."""
+    try:
+        present, present_until = _dated(state.installed or "")
+    except ValueError:
+        return
+    if until < present_until:
+        # The host's clock may be wrong, so the certificate is not compared with it.
+        yield Refusal(
+            "certificate_older",
+            expected=f"a certificate that is valid until {present_until} or longer",
+            found=f"one until {until}",
+            remedy="ask the reconciler for a new certificate: an earlier run's variables have an"
+            " old one; to replace one that was made by hand, enrol the host again",
+        )
+    if certificate.authority != present.authority:
+        yield Refusal(
+            "certificate_of_another_authority",
+            expected="a certificate of the CA that signed the present one",
+            found="one of another CA",
+            remedy="if the site's CA is another now, enrol the host again",
         )
 
 

@@ -1,4 +1,4 @@
-"""OpenSSH host certificate parser: period of validity and certified key."""
+"""OpenSSH host certificate parser: period of validity, certified key and CA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _KEY_PARTS = {
 
 @dataclass(frozen=True)
 class Certificate:
-    """valid_after, valid_before: seconds since 1970. key: the certified key's parts."""
+    """valid_after, valid_before: seconds since 1970. key: the certified key's parts. authority:
+    the public key of the CA that signed it.
+    """
 
     key: tuple[bytes, ...]
     key_id: str
@@ -25,6 +27,7 @@ class Certificate:
     valid_before: int
     serial: int = 0
     principals: tuple[str, ...] = ()
+    authority: bytes = b""
 
 
 def parse(text: str) -> Certificate:
@@ -45,7 +48,10 @@ def parse(text: str) -> Certificate:
     while names.left:
         principals.append(names.text().decode(errors="replace"))
     after, before = reader.number(8), reader.number(8)
-    return Certificate(key, key_id, after, before, serial, tuple(principals))
+    # Critical options, extensions and a reserved field.
+    for _field in range(3):
+        reader.text()
+    return Certificate(key, key_id, after, before, serial, tuple(principals), reader.text())
 
 
 def key_parts(public_key: str) -> tuple[bytes, ...]:

@@ -206,6 +206,8 @@ class ParityHost:
             + struct.pack(">QI", 1, kind)
         )
         body += self._string(b"node-1") + self._string(b"") + struct.pack(">QQ", after, before)
+        # Critical options, extensions, reserved, the authority's key.
+        body += self._string(b"") * 3 + self._string(b"authority")
         return f"{name.decode()} {base64.b64encode(body).decode()} node-1\n"
 
     @staticmethod

@@ -116,6 +116,21 @@ def test_only_this_hosts_own_certificate_is_taken(
     assert installed() == old_certificate
 
 
+def test_a_renewal_neither_shortens_the_validity_nor_changes_the_authority(
+    trust: ca.Trust, old_certificate: str, script: Any, tmp_path: Path
+) -> None:
+    """Such as the variables of an earlier run: every client would refuse the host."""
+    new, other = renewed(trust), ca.open_trust(tmp_path / "other")
+    script.on(*CHECK).on(*RELOAD)
+    assert drive(new).failure is None
+    older = drive(old_certificate)
+    assert older.failure.code == "certificate_older"
+    assert "one until " in older.failure.found
+    foreign = drive(renewed(other))
+    assert foreign.failure.code == "certificate_of_another_authority"
+    assert installed() == new
+
+
 def test_a_host_that_never_enrolled_is_told_to(
     trust: ca.Trust, old_certificate: str, script: Any
 ) -> None:
