@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 
@@ -114,29 +113,6 @@ def test_a_repair_leaves_docker_and_ufw_alone(stage: Stage, story: Chapter) -> N
     assert _site(stage) == before
 
 
-@pytest.mark.covers("HOST-5")
-def test_the_hosts_own_address_on_the_fabric_is_applied_and_taken_back(
-    stage: Stage, story: Chapter
-) -> None:
-    """By the real netplan and networkd. A dummy interface stands in for InfiniBand."""
-    story.needs("slice beside a container")
-    stage.on_host("ip", "link", "add", FABRIC["interface"], "type", "dummy")
-    try:
-        assert _address_on_fabric(stage, **FABRIC)["done"][-2:] == ["write_netplan", APPLY]
-        shown = stage.on_host("ip", "-br", "-4", "address", "show", "dev", FABRIC["interface"])
-        assert shown.split()[2:] == [FABRIC["address"]]
-        assert FABRIC["interface"] in stage.on_host("ip", "route", "show", FABRIC["route"])
-        assert not _address_on_fabric(stage, **FABRIC)["changed"]
-        gone = _address_on_fabric(stage, state="absent")
-        assert gone["done"][:2] == ["remove_netplan", APPLY]
-        shown = stage.on_host("ip", "-br", "-4", "address", "show", "dev", FABRIC["interface"])
-        assert shown.split()[2:] == []
-    finally:
-        stage.on_host("ip", "link", "delete", FABRIC["interface"])
-    _all_pass(stage)
-    assert differences(stage) == set()
-
-
 @pytest.mark.covers("HOST-6", "SLICE-7")
 def test_the_slice_leaves_and_the_site_is_as_before(stage: Stage, story: Chapter) -> None:
     story.needs("slice beside a container")
@@ -165,8 +141,6 @@ ip netns exec lab-mgmt curl -sf --max-time 60 -o /run/fetched http://{PUBLIC}:44
   && sha256sum < /run/fetched || echo $?
 """
 CURL_TIMED_OUT = "28"
-FABRIC = {"interface": "ibp7s0", "address": "10.77.0.5/24", "route": "10.78.0.0/16"}
-APPLY = "apply_netplan"
 # A container of this host's own busybox, which serves it at port 8080 of all addresses.
 SITE = """set -e
 ufw allow 22/tcp
@@ -223,9 +197,3 @@ def _site(stage: Stage) -> set[str]:
     rows = stage.on_host("iptables-save").splitlines()
     rules = {re.sub(r" \[\d+:\d+\]", "", row) for row in rows if row[0] in ":-"}
     return {rule for rule in rules if "gpuaas" not in rule and "10.100.0." not in rule}
-
-
-def _address_on_fabric(stage: Stage, **arguments: Any) -> dict[str, Any]:
-    done = stage.module("ipoib_address", arguments)
-    assert not done["failed"], done
-    return done

@@ -318,6 +318,36 @@ def test_a_benchmark_measures_what_is_there_and_says_what_is_not(
     assert {cell["direction"] for cell in rows.values()} <= {"better", "worse", "same", "unclear"}
 
 
+FABRIC = {"interface": "ibp7s0", "address": "10.77.0.5/24", "route": "10.78.0.0/16"}
+APPLY = "apply_netplan"
+
+
+@pytest.mark.covers("HOST-7")
+def test_the_hosts_own_address_on_the_fabric_is_applied_and_taken_back(stage: Stage) -> None:
+    """By the real netplan and networkd. A dummy interface stands in for InfiniBand."""
+    stage.on_host("ip", "link", "add", FABRIC["interface"], "type", "dummy")
+    try:
+        assert _address_on_fabric(stage, **FABRIC)["done"][-2:] == ["write_netplan", APPLY]
+        shown = stage.on_host("ip", "-br", "-4", "address", "show", "dev", FABRIC["interface"])
+        assert shown.split()[2:] == [FABRIC["address"]]
+        assert FABRIC["interface"] in stage.on_host("ip", "route", "show", FABRIC["route"])
+        assert not _address_on_fabric(stage, **FABRIC)["changed"]
+        gone = _address_on_fabric(stage, state="absent")
+        assert gone["done"][:2] == ["remove_netplan", APPLY]
+        shown = stage.on_host("ip", "-br", "-4", "address", "show", "dev", FABRIC["interface"])
+        assert shown.split()[2:] == []
+    finally:
+        stage.on_host("ip", "link", "delete", FABRIC["interface"])
+    report = byhand.parity(stage, *byhand.token(stage))
+    assert (report.status, report.having("FAIL")) == (0, {})
+
+
+def _address_on_fabric(stage: Stage, **arguments: Any) -> dict[str, Any]:
+    done = stage.module("ipoib_address", arguments)
+    assert not done["failed"], done
+    return done
+
+
 @pytest.mark.covers("HOST-10", "HOST-11", "P1", "P2")
 def test_disks_whose_names_are_attacks_stay_names(stage: Stage, tmp_path: Path) -> None:
     """Shell, Jinja and forged lines in disk names stay plain text on the way to the operator."""
