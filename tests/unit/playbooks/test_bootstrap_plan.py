@@ -21,7 +21,8 @@ play() {
 }
 profile=$1
 everything > /run/machine-before
-play convert_to_slice.yml -e slice_plan_only=true -e '{"slice_slots": [{"slot_id": "slot-1"}]}' > /run/machine-plan
+play convert_to_slice.yml -e slice_plan_only=true \
+  -e '{"slice_slots": [{"slot_id": "slot-1"}]}' > /run/machine-plan
 cat /run/machine-plan
 digest=$(grep -o 'sha256:[0-9a-f]*' /run/machine-plan | head -n 1)
 everything | diff /run/machine-before -

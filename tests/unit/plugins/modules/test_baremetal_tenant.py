@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -331,6 +332,24 @@ def test_never_on_a_slice_host_and_never_for_an_older_claim(accounts: Accounts) 
     _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     assert code("present", fence=3) == "node_in_slice_mode"
     assert accounts.calls == []
+
+
+@pytest.mark.covers("I10")
+@pytest.mark.parametrize("state", ["present", "absent"])
+def test_a_run_that_became_late_while_it_looked_touches_no_account(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    if state == "absent":
+        drive("present")
+
+    def late(*seen: Any) -> Any:
+        _ledger.raise_fence(_ledger.MACHINE, fence=9)
+        return module.plan(*seen)
+
+    before = list(accounts.calls)
+    monkeypatch.setitem(globals(), "SUBJECT", dataclasses.replace(SUBJECT, plan=late))
+    assert code(state) == "stale_fence"
+    assert accounts.calls == before
 
 
 @pytest.mark.parametrize("keys", [[], [""], [f"{KEY}\nssh-rsa B"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -247,6 +248,19 @@ def test_an_older_claim_and_another_tenants_machine_are_refused(home: Home) -> N
     assert code(allocation_id=OTHER) == "machine_not_leased"
     _ledger.raise_fence(_ledger.MACHINE, fence=4)
     assert code() == code("absent") == "stale_fence"
+    assert not home.keys.exists()
+
+
+@pytest.mark.covers("I10")
+def test_a_run_that_became_late_while_it_looked_puts_no_key(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*seen: Any) -> Any:
+        _ledger.raise_fence(_ledger.MACHINE, fence=4)
+        return module.plan(*seen)
+
+    monkeypatch.setitem(globals(), "SUBJECT", dataclasses.replace(SUBJECT, plan=late))
+    assert code() == "stale_fence"
     assert not home.keys.exists()
 
 

@@ -544,6 +544,15 @@ def test_nothing_is_given_back_while_a_domain_is_there(
     assert _ledger.load("slot-3").allocation_id == ONE
 
 
+def test_nothing_is_given_back_while_a_qemu_without_a_domain_runs(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(PARAMS)
+    monkeypatch.setattr(_libvirt, "processes", lambda _name: {9: "qemu-system-x86_64"})
+    assert code(drive(RELEASED)) == "domain_present"
+    assert _ledger.load("slot-3").allocation_id == ONE
+
+
 @pytest.mark.covers("I10")
 def test_a_late_release_is_refused(host: Path) -> None:
     drive({**PARAMS, "slots": [{**SLOT, "fence": 9}]})

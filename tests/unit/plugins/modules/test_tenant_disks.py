@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -12,6 +13,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
+    _host_mode,
     _ledger,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -246,6 +248,35 @@ def test_the_system_disk_is_refused(host) -> None:
     host.mount("259:2", "/boot", "/dev/nvme1n1p1")
     outcome = free()
     assert outcome.failure.code == "os_disk"
+    assert host.calls == []
+
+
+@pytest.mark.covers("I10")
+def test_a_run_that_became_late_while_it_looked_takes_nothing_away(
+    host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*seen: Any) -> Any:
+        _ledger.raise_fence(_ledger.MACHINE, fence=2)
+        return module.plan(*seen)
+
+    host.mount("259:2", "/data", "/dev/nvme1n1p1")
+    monkeypatch.setitem(globals(), "SUBJECT", dataclasses.replace(SUBJECT, plan=late))
+    assert free().failure.code == "stale_fence"
+    assert host.calls == []
+
+
+def test_a_slice_host_is_refused(host) -> None:
+    host.mount("259:2", "/data", "/dev/nvme1n1p1")
+    _host.write(_host_mode.MARKER, '{"mode": "slice"}')
+    assert free().failure.code == "node_in_slice_mode"
+    assert host.calls == []
+
+
+@pytest.mark.covers("I7")
+def test_the_mark_of_a_dead_disk_gives_no_right_to_the_mounts_of_the_next(host) -> None:
+    _ledger.mark_dirty(f"disk-{EUI}", fence=1, disk_identity="eui.dead")
+    host.mount("259:2", "/boot", "/dev/nvme1n1p1")
+    assert free().failure.code == "os_disk"
     assert host.calls == []
 
 

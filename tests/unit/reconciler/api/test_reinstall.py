@@ -13,10 +13,10 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from reconciler.db import rows, schema
+from reconciler.db import schema
 from reconciler.db.engine import reading, transaction
-from reconciler.lifecycle import baremetal, gate, host, launch, slices
-from reconciler.model.states import NodeMode, TaskKind, TaskState
+from reconciler.lifecycle import baremetal, host, launch, slices
+from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import certificates, leasing, nodes, queue
 from reconciler.runs import ssh
 from reconciler.trust import ca
@@ -158,11 +158,6 @@ def test_a_machine_that_answers_all_clean_is_not_sold_again(metal: Metal) -> Non
     )
     assert (problem["status"], problem["code"]) == (409, "reinstall_required")
     assert f"gpuaas nodes userdata {NODE}" in problem["remedy"]
-    # A slot of it, should the records call it a slice host, is not sold either.
-    with transaction(metal.stack.engine) as conn:
-        conn.execute(sa.update(schema.nodes).values(mode=NodeMode.SLICE.value))
-        assert rows.get(conn, schema.Node, NODE).tenant_machine_ids
-        assert gate.host(conn, NODE).node.tenant_machine_ids
 
 
 @pytest.mark.covers("CTRL-15", "HOST-13")

@@ -311,6 +311,23 @@ def test_a_trace_that_never_touched_the_disk_needs_no_new_proof(compare: Compare
     compare.sound()
 
 
+@pytest.mark.covers("I4", "I13")
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_used_disk_stays_unproven_over_a_trace_that_never_touched_it(
+    compare: Compared, *, gone: bool
+) -> None:
+    compare(stranger(compare))
+    if gone:
+        compare(nothing())
+        assert compare.slot_state() == ("disabled", "failed", "disk_unproven")
+    holdings = stranger(compare)
+    drop(holdings, "domains", "processes", "leases")
+    compare(holdings)
+    assert compare.slot_state() == ("disabled", "failed", "orphan_reservation")
+    assert [compare(nothing())["opened"] for _ in range(2)] == [[], []]
+    assert compare.slot_state() == ("disabled", "failed", "disk_unproven")
+
+
 @pytest.mark.covers("I13")
 def test_what_could_not_be_looked_at_heals_nothing(compare: Compared) -> None:
     holdings = stranger(compare)
@@ -471,6 +488,15 @@ def test_another_boot_closes_the_gate_and_an_old_one_opens_nothing(compare: Comp
         assert len(gate.open_gate(conn, "n1", ADMIN)["opened"]) == 2
 
 
+@pytest.mark.covers("I13", "I16")
+def test_a_boot_that_the_host_cannot_tell_closes_the_gate(
+    compare: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "identity", lambda _boot_id: {"boot_id": ""})
+    compare(nothing())
+    assert [compare.slot_state(index)[0] for index in (0, 1)] == ["disabled"] * 2
+
+
 @pytest.mark.covers("I16")
 def test_a_host_that_lost_power_is_proven_until_its_slices_start(
     compare: Compared, active: str
@@ -540,6 +566,30 @@ def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, act
         assert row.started_boot_id == compare.identity()["boot_id"]
         (audited,) = journal.audit_rows(conn, action="allocation.running")
         assert (audited.subject_id, audited.project_id) == (active, row.project_id)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_host_tells_nothing_of_a_machine_of_another_host(
+    compare: Compared, active: str, *, stopped: bool
+) -> None:
+    """A lying host would start what its project has stopped, or keep off what ran."""
+    compare.site.node("n2", (0,), 1)
+    with transaction(compare.engine) as conn:
+        theirs = compare.site.active(conn)
+        power.succeeded(conn, theirs, boot_id=compare.identity()["boot_id"])
+        if stopped:
+            power.request(conn, theirs, PowerAction.STOP, ADMIN)
+            compare.site.finish(conn, TaskKind.SLICE_VM_POWER)
+            power.succeeded(conn, theirs, boot_id="")
+        assert allocations.get(conn, theirs).node_id == "n2"
+    machine = {"allocation_id": theirs, "active": stopped, "off_by_guest": not stopped}
+    holdings = nothing()
+    tenant(holdings, active, compare.bundles())
+    state = "running" if stopped else "shut off"
+    put(holdings, "domains", name="x", state=state, devices=[], disks=[], **machine)
+    compare(holdings)
+    with reading(compare.engine) as conn:
+        assert allocations.get(conn, theirs).stopped is stopped
 
 
 def test_a_slice_whose_start_was_lost_is_recorded_as_running(

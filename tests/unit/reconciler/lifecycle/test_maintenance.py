@@ -340,6 +340,16 @@ def test_firmware_is_not_changed_under_a_tenant(sold: Site, settings: Settings) 
         assert problem(apply, conn, digest).code == "node_in_use"
 
 
+def test_a_launch_meanwhile_keeps_the_firmware_as_it_is(sold: Site, settings: Settings) -> None:
+    with transaction(sold.engine) as conn:
+        apply(conn, planned(conn, settings, PLAN))
+        host.resume(conn, "n1", ADMIN)
+        sold.allocate(conn)
+        (task,) = leasing.lease(conn, "worker", kinds=[FIRMWARE])
+        work = open_work(conn, settings, task)
+        assert problem(HANDLERS[FIRMWARE].start, work).code == "node_in_use"
+
+
 FINISH = {"name": "finish_job", "subject": "BIOS.Setup.1-1", "destroys": False}
 OPEN = {"differences": [{**FINISH, "before": {"open": "JID_1"}, "after": {"open": ""}}]}
 
@@ -391,6 +401,17 @@ def test_a_host_that_its_bmc_may_still_restart_is_not_sold(
             succeed(begin(conn, settings, FIRMWARE), {"bios": {"settled": True}, "preflight": {}})
             assert not prove(conn, sold, settings, boot_id)["resumed"]
             host.resume(conn, "n1", ADMIN)
+
+
+def test_a_restart_ends_no_job_of_its_bmc(sold: Site, settings: Settings) -> None:
+    """The BMC may restart the host once more, so its proof does not put the node back on sale."""
+    with transaction(sold.engine) as conn:
+        apply(conn, planned(conn, settings, PLAN))
+        fail(begin(conn, settings, FIRMWARE), "run_lost", {"bios": {}}, known=False)
+        prove(conn, sold, settings, nodes.get(conn, "n1").boot_id)
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
+        succeed(begin(conn, settings, REBOOT), rebooted([]))
+        assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
 
 
 def test_a_whole_machine_that_its_bmc_may_still_restart_is_not_given_away(

@@ -125,6 +125,16 @@ def test_what_is_refused(sold: Site, key: str) -> None:
 
 
 @pytest.mark.covers("I16")
+def test_a_host_whose_proof_fails_starts_nothing(sold: Site, key: str) -> None:
+    """Its parity is of its present boot, and says that the host may not be used."""
+    with transaction(sold.engine) as conn:
+        identity = {**sold.parity()["identity"], "boot_id": reboot(conn, sold)}
+        host.record_parity(conn, "n1", sold.parity(failures=1) | {"identity": identity}, ADMIN)
+        assert code(power.request, conn, key, PowerAction.START, ADMIN) == "host_unproven"
+        assert power.start_after_boot(conn, "n1", ADMIN) == []
+
+
+@pytest.mark.covers("I16")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_after_a_boot_only_a_slice_that_ran_starts(sold: Site, key: str, stopped: bool) -> None:
     with transaction(sold.engine) as conn:
@@ -313,6 +323,17 @@ def test_an_action_that_was_withdrawn_leaves_a_stopped_slice_stopped(
         # The next boot of its host does not start it.
         prove(conn, sold, reboot(conn, sold))
         assert power.start_after_boot(conn, "n1", ADMIN) == []
+
+
+def test_a_stop_that_was_withdrawn_leaves_a_slice_that_runs_on(sold: Site, key: str) -> None:
+    """It starts again with its host, which it would not if it counted as stopped."""
+    with transaction(sold.engine) as conn:
+        power.request(conn, key, PowerAction.STOP, ADMIN)
+        (task,) = queue.open_of_allocation(conn, key)
+        task_failures.cancel(conn, task.id, ADMIN)
+        assert not allocations.get(conn, key).stopped
+        prove(conn, sold, reboot(conn, sold))
+        assert power.start_after_boot(conn, "n1", ADMIN) == [key]
 
 
 def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> None:

@@ -151,6 +151,18 @@ def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold:
         assert invariants.check(conn) == []
 
 
+@pytest.mark.covers("CTRL-7", "I13")
+def test_a_removal_of_long_ago_frees_nothing_of_a_later_tenant(sold: Site) -> None:
+    with transaction(sold.engine) as conn:
+        slot_id = slots.of_node(conn, "n1")[0].id
+        slot_life.disable(conn, slot_id, sold.act)
+        cleaned(sold, conn, recovery.remove_orphan(conn, slot_id, UNKNOWN, sold.act))
+        slot_life.enable(conn, slot_id, sold.act)
+        sold.failed(conn)
+        assert [slot.id for slot in recovery.blocked(conn)] == [slot_id]
+        assert code(recovery.remove_orphan, conn, slot_id, UNKNOWN, sold.act) == "slot_in_use"
+
+
 @pytest.mark.covers("CTRL-7", "I7", "I12", "I13")
 def test_a_slot_that_was_sold_anew_since_the_backup_comes_back(sold: Site) -> None:
     """The records know its tenant of before, and its host has seen any number of later claims."""

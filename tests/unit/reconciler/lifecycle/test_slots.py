@@ -426,6 +426,36 @@ def test_transition_of_a_disk_in_use_is_no_proof(sold: Site) -> None:
         assert code(proofs.record_transition, conn, "n1", proof, sold.act) == "disk_in_use"
 
 
+@pytest.mark.covers("I4", "P1")
+def test_a_host_proves_no_disk_of_another(site: Site) -> None:
+    bundle = candidate(site, 0)
+    proof = {"disk": bundle.identity, "method": "discard", "verified": True}
+    with transaction(site.engine) as conn:
+        site.enrol(conn, "n1")
+        site.enrol(conn, "n2")
+        proofs.record_transition(conn, "n2", proof, site.act)
+        slot = slot_life.approve(conn, "n1", bundle, site.act)
+        assert proofs.current(conn, slot) is None
+        assert code(proofs.record_transition, conn, "n2", proof, site.act) == "disk_in_use"
+
+
+@pytest.mark.covers("I4", "CTRL-15")
+def test_no_slot_of_a_machine_on_which_a_tenant_was_root_is_sold(
+    sold: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def codes(conn: sa.Connection) -> set[str]:
+        return {row.code for slot in slots.of_node(conn, "n1") for row in gate.gate(conn, slot.id)}
+
+    with transaction(sold.engine) as conn:
+        assert codes(conn) == set()
+        with monkeypatch.context() as after:
+            after.setattr(gate, "exclusive_ended_at", lambda *_node: clock.read(conn) + 1)
+            assert codes(conn) == {"proof_outdated"}
+        nodes.update(conn, "n1", tenant_machine_ids=["its own"])
+        assert codes(conn) == {"reinstall_required"}
+        assert len(gate.review(conn, "n1", sold.act)) == 2
+
+
 @pytest.mark.covers("I4")
 def test_old_proofs_of_a_used_disk_do_not_count_in_a_new_slot(sold: Site) -> None:
     with transaction(sold.engine) as conn:

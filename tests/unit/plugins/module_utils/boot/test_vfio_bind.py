@@ -216,6 +216,17 @@ def test_unbound_returns_every_recorded_device(pci: Any) -> None:
     assert drive(state="unbound").plan.steps == ()
 
 
+@pytest.mark.covers("P11")
+def test_a_gpu_that_its_driver_gets_or_had_counts_as_used(pci: Any) -> None:
+    pci.add(GPU, group=7, driver="nouveau")
+    drive(GPU)
+    remember(GPU)
+    for again in (functools.partial(drive, state="unbound"), functools.partial(drive, GPU)):
+        _ledger.mark_gpu_reset("slot-0", fence=1, evidence={"address": GPU})
+        assert again().failure is None
+        assert _ledger.standing_gpu("slot-0", GPU) is None
+
+
 def test_a_device_in_a_running_guest_is_not_given_back(pci: Any, tree: Path) -> None:
     pci.add(GPU, group=7)
     drive(GPU)
