@@ -284,6 +284,28 @@ def test_launch_without_a_key(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) ->
     assert (gpuaas.status, "file_invalid" in gpuaas.err) == (1, True)
 
 
+@pytest.mark.covers("SLICE-3")
+def test_a_launch_takes_the_tenants_own_cloud_config(
+    selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "user-data"
+    words = ("launch", "--project", "demo", "--image", "base", "--key", str(tmp_path / "key.pub"))
+    words = (*words, "--user-data", str(file), "--no-wait", "-o", "json")
+    gpuaas.at(selling, "member")
+    for text, code in (
+        ("#!/bin/sh\nid\n", "user_data_invalid"),
+        (f"#cloud-config\n# {'x' * 16384}\n", "user_data_too_large"),
+    ):
+        file.write_text(text)
+        gpuaas(*words)
+        assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, code)
+    file.write_text("#cloud-config\npackages: [htop]\n")
+    id = json.loads(gpuaas(*words))["id"]
+    with transaction(selling.engine) as conn:
+        (task,) = (task for task in queue.every(conn) if task.allocation_id == id)
+    assert "htop" in json.dumps(task.parameters)
+
+
 @pytest.mark.covers("CTRL-8")
 def test_tasks_and_audit(selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any]) -> None:
     gpuaas.at(selling)("tasks", "list", "--allocation", launched["id"], "--output", "json")
