@@ -24,6 +24,7 @@ from reconciler.api.models import Answer, Moment, Reasoned
 from reconciler.api.security import Admin, Caller, caller
 from reconciler.db import leader, migrations
 from reconciler.db.engine import reading
+from reconciler.db.rows import Record
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
@@ -62,7 +63,10 @@ class Leader(Answer):
 
 
 class Process(Answer):
-    """A process that reports, or has ended without a word. roles: without those that hang."""
+    """A process that reports, or has ended without a word. roles: without those that hang.
+
+    remedy: what to do about a live process of another version than the one that answers.
+    """
 
     host: str
     pid: int
@@ -71,6 +75,7 @@ class Process(Answer):
     started_at: Moment
     seen_at: Moment
     live: bool
+    remedy: str = ""
 
 
 class Health(Ready):
@@ -117,7 +122,7 @@ def site(request: Request, context: Admin) -> Health:
         revision=revision,
         processes=context.read(leader.live_roles),
         instances=sorted(
-            map(Process.of, context.read(leader.processes)),
+            map(_process, context.read(leader.processes)),
             key=lambda process: (process.host, process.pid),
         ),
         leader=context.read(_leader),
@@ -256,6 +261,11 @@ def _ready(request: Request) -> str:
             remedy="wait for the next election, then read the log of the workers",
         )
     return revision
+
+
+def _process(row: Record) -> Process:
+    differs = row["live"] and row["version"] != migrations.program_version()
+    return Process.of(row, remedy=leader.OTHER_VERSION if differs else "")
 
 
 _NO_TERM = {"live": False, "holder": "", "epoch": 0, "acquired_at": None, "expires_at": None}

@@ -150,6 +150,10 @@ def read(conn: sa.Connection, name: str) -> Record | None:
 # A process without a sign of life for longer counts as dead. A lower value reports live processes
 # as dead while the database is busy; a higher value reports dead processes as live for longer.
 STALE_S = 20.0
+# An older process that was not stopped does its work by rules that no longer hold.
+OTHER_VERSION = (
+    "stop it with SIGTERM or by its unit, then start the version to which the database was migrated"
+)
 # The row of an ended process is kept this long.
 FORGET_S = 86_400.0
 

@@ -313,7 +313,15 @@ def image_files(settings: Settings, conn: Connection) -> Iterator[Finding]:
 
 
 def processes(_settings: Settings, conn: Connection) -> Iterator[Finding]:
-    """A process of each role runs."""
+    """A process of each role runs, and all are of this version."""
+    for process in leader.processes(conn):
+        if process["live"] and process["version"] != migrations.program_version():
+            yield warn(
+                f"process {process['pid']} on {process['host']}"
+                f" ({', '.join(process['roles']) or 'no role'}): version {process['version']}",
+                expected=f"processes of version {migrations.program_version()}",
+                remedy=leader.OTHER_VERSION,
+            )
     live = leader.live_roles(conn)
     for role in NEEDED:
         yield warn(

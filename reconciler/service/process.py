@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -11,12 +12,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, exc
 
-from reconciler.db import leader
+from reconciler.db import leader, migrations
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine, reading, retrying
 from reconciler.db.leader import Lease
@@ -69,7 +69,8 @@ def running(
 
     work: run tasks and, while this process is the leader, the loops. A process without it only
     reports that it is alive. The parts stop in reverse order: the loops first, then the heartbeat,
-    which resigns, then the worker.
+    which resigns, then the worker. Problem `schema_outdated`, after a SIGTERM that ends the block,
+    when a newer version has migrated the database.
     """
     worker = Worker(settings, engine) if work and settings.workers else None
 
@@ -80,9 +81,15 @@ def running(
         states = ((API, api), (WORKER, working), (LOOPS, looping), (GATE, gateway))
         return [role for role, active in states if active]
 
+    def give_up() -> None:
+        if worker is not None:
+            worker.cease()
+        # As an operator ends it: the servers stop in order, and runs on hosts go on.
+        os.kill(os.getpid(), signal.SIGTERM)
+
     # A connection of its own: requests may occupy all others.
     own = open_engine(settings.database)
-    heartbeat = Heartbeat(own, roles, lease_s=settings.leader_lease_s)
+    heartbeat = Heartbeat(own, roles, lease_s=settings.leader_lease_s, give_up=give_up)
     loops = Loops(settings, engine, heartbeat.lease)
     # Each in a thread of its own, so that a NetBox or MAAS that hangs keeps no other loop waiting.
     inventories = [
@@ -109,7 +116,11 @@ def running(
         for inventory in inventories if work else ():
             inventory.start()
             parts.callback(inventory.stop)
-        yield heartbeat
+        try:
+            yield heartbeat
+        finally:
+            if heartbeat.outdated is not None:
+                raise heartbeat.outdated
 
 
 def announce() -> None:
@@ -133,14 +144,23 @@ class Heartbeat:
     """Heartbeat of a process in the database, and its candidacy for the leader's term.
 
     roles: the current roles of the process. Only with the role `loops` it may be the leader.
+    give_up: ends the process, whose database a newer version has migrated; it does no tasks then.
     """
 
     def __init__(
-        self, engine: Engine, roles: Callable[[], list[str]], *, lease_s: float = 10.0
+        self,
+        engine: Engine,
+        roles: Callable[[], list[str]],
+        *,
+        lease_s: float = 10.0,
+        give_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.id = str(uuid.uuid4())
         self._engine = engine
         self._roles = roles
+        self._give_up = give_up
+        # The reason why this process ends.
+        self.outdated: Problem | None = None
         self._candidate = False
         self._lease_s = lease_s
         self._every_s = min(leader.ELECTION_S, lease_s / 4)
@@ -175,6 +195,13 @@ class Heartbeat:
             self._beat()
 
     def _beat(self) -> None:
+        before = self.outdated
+        self._send()
+        if self.outdated is not None and before is None:
+            log.error("%s", self.outdated)
+            self._give_up()
+
+    def _send(self) -> None:
         sent_at = time.monotonic()
         try:
             lease = retrying(self._engine, self._report)
@@ -190,20 +217,27 @@ class Heartbeat:
         self._term = None if lease is None else (lease, sent_at)
 
     def _report(self, conn: Connection) -> Lease | None:
-        roles = self._roles()
+        try:
+            # First: the statements below may not fit a newer schema.
+            migrations.refuse_newer(conn)
+        except Problem as newer:
+            self.outdated = newer
+        given_up = NEEDED if self.outdated else ()
+        roles = [role for role in self._roles() if role not in given_up]
         leader.record_process(
             conn,
             self.id,
             roles,
             host=socket.gethostname(),
             pid=os.getpid(),
-            version=version("gpuaas-slice"),
+            version=migrations.program_version(),
         )
         self._candidate = LOOPS in roles
         if self._candidate:
             return leader.campaign(conn, leader.LOOPS, self.id, self._lease_s)
         if self._term is not None:
-            log.error("the loops of this process hang; it gives the lead up")
+            if not self.outdated:
+                log.error("the loops of this process hang; it gives the lead up")
             leader.resign(conn, self._term[0])
         return None
 

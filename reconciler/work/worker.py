@@ -112,10 +112,14 @@ class Worker:
         self._telemetry.start()
         self._tidy.start()
 
-    def stop(self) -> None:
-        """Stop attending. Runs go on; their leases end now, so that another worker can attach."""
+    def cease(self) -> None:
+        """Lease no more tasks, without waiting for those that this worker attends."""
         self._stopping.set()
         self._wake.set()
+
+    def stop(self) -> None:
+        """Stop attending. Runs go on; their leases end now, so that another worker can attach."""
+        self.cease()
         self._thread.join(timeout=10)
         self._tidy.join(timeout=10)
         self._pool.shutdown(wait=True)

@@ -58,6 +58,21 @@ def current(engine: sa.Engine) -> str | None:
         return _current(conn)
 
 
+def refuse_newer(conn: sa.Connection) -> None:
+    """Problem `schema_outdated` when a newer version has migrated the database meanwhile.
+
+    A process of this version would otherwise go on with rules that no longer hold.
+    """
+    revision = _current(conn)
+    if revision is not None and revision not in revisions():
+        raise Problem(
+            "schema_outdated",
+            expected=f"a schema that this version knows, up to {head()}",
+            found=f"revision {revision}: a newer version has migrated the database",
+            remedy="start the newer version on this machine too; this process ends",
+        )
+
+
 def _current(conn: sa.Connection) -> str | None:
     if not sa.inspect(conn).has_table(_TABLE.name):
         return None

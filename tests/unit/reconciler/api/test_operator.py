@@ -76,6 +76,8 @@ def test_who_is_on_the_machine_needs_none(new: Stack, local: httpx.Client) -> No
     working(new)
     health = local.get("/health").json()
     assert (health["status"], health["processes"]) == ("ok", {"worker": 1, "loops": 1})
+    (older,) = health["instances"]
+    assert older["version"] == "1" and older["remedy"].startswith("stop it with SIGTERM")
     leads = local.get("/status/leader").json()
     assert leads == health["leader"]
     assert (leads["live"], leads["holder"], leads["host"], leads["pid"]) == (True, "p1", "h1", 7)

@@ -43,7 +43,8 @@ def sound(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> St
     (folder / "reconciler.db").chmod(0o600)
     adopt(selling.settings, selling.engine)
     with transaction(selling.engine) as conn:
-        leader.record_process(conn, "p1", ["api", "worker", "loops"], host="h", pid=1, version="1")
+        roles = ["api", "worker", "loops"]
+        leader.record_process(conn, "p1", roles, host="h", pid=1, version=program_version())
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
     monkeypatch.setenv("GPUAAS_STATE_DIR", str(folder))
     monkeypatch.setenv("GPUAAS_PUBLIC_URL", "https://gpuaas.example")
@@ -152,6 +153,12 @@ def _nobody_works(stack: Stack) -> None:
         leader.record_process(conn, "p1", ["api"], host="h", pid=1, version="1")
 
 
+def _older_process(stack: Stack) -> None:
+    """One that was not stopped before the upgrade."""
+    with transaction(stack.engine) as conn:
+        leader.record_process(conn, "p0", ["worker"], host="h0", pid=9, version="0.1.0")
+
+
 def _older_worker(stack: Stack) -> None:
     """Two that a person started, one of them from an older version."""
     with transaction(stack.engine) as conn:
@@ -180,6 +187,7 @@ def _nobody_leads(stack: Stack) -> None:
         (_earlier_authorities, "authorities", "warn"),
         (_no_admin, "tokens", "warn"),
         (_nobody_works, "processes", "warn"),
+        (_older_process, "processes", "warn"),
         (_older_worker, "job_workers", "warn"),
         (_nobody_leads, "leader", "fail"),
     ],

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,8 @@ from reconciler.db import journal, leader
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
 from reconciler.db.leader import LOOPS, Deposed, campaign, led_by, resign
-from reconciler.db.migrations import migrate
+from reconciler.db.migrations import migrate, program_version
+from reconciler.model.errors import Problem
 from reconciler.service import process
 from reconciler.service.process import Heartbeat
 from reconciler.settings import Settings
@@ -63,6 +65,33 @@ def test_the_log_has_the_words_of_the_runbooks(
     assert led == "leading, epoch 1"
     assert refused.startswith("Failed to acquire leader lock")
     assert lost.startswith("Leader DB connection lost")
+
+
+@pytest.mark.covers("I9")
+def test_a_process_gives_up_when_a_newer_version_has_migrated_the_database(
+    engine: sa.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    migrate(engine)
+    settings = Settings(state_dir=tmp_path, database_url=str(engine.url), leader_lease_s=4)
+    ended = threading.Event()
+    former = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        with (
+            pytest.raises(Problem, match="schema_outdated"),
+            process.running(settings, engine, api=True, work=True) as heartbeat,
+        ):
+            assert heartbeat.lease() is not None
+            with transaction(engine) as conn:
+                conn.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+            assert ended.wait(LIMIT_S)
+            assert heartbeat.lease() is None
+            with reading(engine) as conn:
+                term, (own,) = leader.read(conn, LOOPS), leader.processes(conn)
+            assert term is not None and not term["live"]
+            assert own["roles"] == ["api"] and own["version"] == program_version()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert "a newer version has migrated the database" in caplog.text
 
 
 @pytest.mark.covers("I9")
