@@ -11,9 +11,7 @@ Runs may have ended since the backup, and tenants may have come and gone. Theref
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine
 
-from reconciler.backup import MARK, archive, backup_in_progress
+from reconciler.backup import MARK, archive, backup_in_progress, locked
 from reconciler.db import clock, migrations
 from reconciler.db.engine import open_engine, transaction
 from reconciler.lifecycle import restore as restored
@@ -47,7 +45,7 @@ def restore(settings: Settings, file: Path) -> dict[str, Any]:
     """Restore the site and return the changes made to its records.
 
     An interrupted restore is repeated with the same file. Problem `restore_not_empty` if there is a
-    site, `backup_unreadable`, `backup_newer`.
+    site, `service_running`, `backup_unreadable`, `backup_newer`.
     """
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locked(settings):
@@ -91,24 +89,6 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
         (state / MARK).unlink()
     missing = {"rights_not_restored": f"{rights}; {_RIGHTS_AGAIN}"} if rights else {}
     return {**manifest, "revision": revision, **done, **accepted, **missing}
-
-
-@contextmanager
-def locked(settings: Settings) -> Iterator[None]:
-    """Hold the lock of restores; Problem `restore_unfinished` while another process holds it."""
-    folder = os.open(settings.state_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as busy:
-        raise Problem(
-            "restore_unfinished",
-            expected="no other restore",
-            found=f"another restore that is running in {settings.state_dir}",
-            remedy="wait until it ends",
-        ) from busy
-    finally:
-        os.close(folder)
 
 
 @contextmanager

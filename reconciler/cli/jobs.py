@@ -226,21 +226,22 @@ def _queue(
         remedy = "save what `gpuaas pools token POOL` prints there"
         yield ApiQueue(current().url, partial(secret, pool_token, remedy), models, stopping)
         return
-    from reconciler.cli.service import open_unmigrated
+    from reconciler.cli.service import in_use, open_unmigrated
     from reconciler.pools import hints
     from reconciler.pools.processes import MARK
     from reconciler.pools.queue import DatabaseQueue
 
-    engine = open_unmigrated()
-    try:
-        yield DatabaseQueue(
-            *(engine, models),
-            hints=hints.of(settings.redis_url),
-            pool_worker=os.environ.get(MARK, "").rpartition("/")[2],
-            poll_s=settings.poll_s,
-        )
-    finally:
-        engine.dispose()
+    with in_use(settings):
+        engine = open_unmigrated()
+        try:
+            yield DatabaseQueue(
+                *(engine, models),
+                hints=hints.of(settings.redis_url),
+                pool_worker=os.environ.get(MARK, "").rpartition("/")[2],
+                poll_s=settings.poll_s,
+            )
+        finally:
+            engine.dispose()
 
 
 def _path(project: str) -> str:

@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,7 +71,7 @@ def serve(
 
     settings = Settings()
     logs.configure(settings)
-    with listeners.api_sockets(settings) as sockets:
+    with listeners.api_sockets(settings) as sockets, in_use(settings):
         engine, revision = open_migrated(settings)
         process.adopt(settings, engine)
         process.adopt_issuer(settings, engine)
@@ -138,18 +139,19 @@ def worker() -> None:
             found="0",
             remedy="set it, or run `gpuaas serve --api-only` here",
         )
-    engine, revision = open_migrated(settings)
-    process.adopt(settings, engine)
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
-    try:
-        with process.running(settings, engine, api=False, work=True):
-            log.info("database at %s, %d tasks at a time", revision, settings.workers)
-            process.announce()
-            stopping.wait()
-    finally:
-        engine.dispose()
+    with in_use(settings):
+        engine, revision = open_migrated(settings)
+        process.adopt(settings, engine)
+        stopping = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stopping.set())
+        try:
+            with process.running(settings, engine, api=False, work=True):
+                log.info("database at %s, %d tasks at a time", revision, settings.workers)
+                process.announce()
+                stopping.wait()
+        finally:
+            engine.dispose()
 
 
 @commands.command()
@@ -173,7 +175,7 @@ def gateway() -> None:
             role.require_least(conn)
         require_current(engine)
         trust = process.adopt_gateway(settings, engine)
-        with process.running(settings, engine, gateway=True):
+        with in_use(settings), process.running(settings, engine, gateway=True):
             asyncio.run(server.serve(settings, engine, trust, process.announce))
 
 
@@ -388,23 +390,42 @@ def open_unmigrated() -> Engine:
     return engine
 
 
+@contextmanager
+def in_use(settings: Settings) -> Iterator[None]:
+    """Use the state folder for the life of this process, which keeps restores out."""
+    from reconciler.backup import in_use as holding
+
+    _prepare(settings)
+    with holding(settings):
+        yield
+
+
 def _open(settings: Settings) -> Engine:
-    from reconciler.backup import refuse_unfinished_restore
     from reconciler.db.engine import open_engine
+
+    _prepare(settings)
+    try:
+        if not settings.database_url:
+            # SQLite's other files inherit the mode of this file.
+            (settings.state_dir / "reconciler.db").touch(mode=0o600)
+    except OSError as failure:
+        raise _unusable(settings, failure.strerror or str(failure)) from failure
+    return open_engine(settings.database)
+
+
+def _prepare(settings: Settings) -> None:
+    """The state folder, created if missing; Problem `state_dir_unusable`."""
+    from reconciler.backup import refuse_unfinished_restore
 
     folder = settings.state_dir
     try:
         refuse_unfinished_restore(settings)
         # Run folders, keys and the database are for the service's user only.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not settings.database_url:
-            # SQLite's other files inherit the mode of this file.
-            (folder / "reconciler.db").touch(mode=0o600)
     except OSError as failure:
         raise _unusable(settings, failure.strerror or str(failure)) from failure
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise _unusable(settings, "this user may not write there")
-    return open_engine(settings.database)
 
 
 def require_current(engine: Engine) -> str:

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
 import tarfile
 import threading
 import uuid
@@ -23,7 +24,7 @@ import sqlalchemy as sa
 import reconciler.backup.restore as restoring
 from reconciler.backup import archive
 from reconciler.backup.restore import restore
-from reconciler.cli.service import open_migrated
+from reconciler.cli.service import in_use, open_migrated
 from reconciler.db import clock, journal, migrations
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
@@ -413,6 +414,24 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
+
+
+def test_a_restore_and_a_service_keep_each_other_out(tmp_path: Path) -> None:
+    """A service goes on with the files that it has open, wherever they were moved."""
+    new = settled(tmp_path / "new")
+    file = tmp_path / "backup.tar"
+    file.write_bytes(b"of no matter")
+    with in_use(new), in_use(new):
+        # What outlives a service does not keep its lock.
+        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+        with pytest.raises(Problem, match="service_running"):
+            restore(new, file)
+    try:
+        with restoring.locked(new), pytest.raises(Problem, match="restore_unfinished"), in_use(new):
+            pass
+    finally:
+        child.kill()
+        child.wait()
 
 
 def with_gateway(life: Life, postgres: Server, file: Path) -> tuple[str, ...]:
