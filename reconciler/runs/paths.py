@@ -17,6 +17,7 @@ from reconciler.runs.spec import RunError
 
 # A Unix socket's path may have 107 bytes; the name of a socket (%C) adds 41 and ssh 17.
 _LONGEST_SOCKET_DIRECTORY = 49
+_MACHINE_ID = Path("/etc/machine-id")
 
 
 class RunPaths:
@@ -56,8 +57,10 @@ def runner_id(state_dir: Path) -> str:
 
     Only the machine that has a run's files can see whether the run is alive. All workers on the
     folder share its id, and no other folder has it. The id lies beside the files, so an emptied
-    folder gets a new id. A copy of the folder on another machine must not include it.
+    folder gets a new id. A copy of the folder on another machine must not include it, so the id of
+    the machine lies beside it: RunError `runner_copied` when that differs.
     """
+    _refuse_copy(state_dir)
     text = _made_once(state_dir, "runner", str(uuid.uuid4()))
     try:
         return str(uuid.UUID(text))
@@ -68,6 +71,32 @@ def runner_id(state_dir: Path) -> str:
             found=repr(text)[:100],
             remedy="end the runs of this folder, then move the file away: a new id is made",
         ) from broken
+
+
+def _refuse_copy(state_dir: Path) -> None:
+    """Refuse a folder that was copied from another machine as a whole.
+
+    Two workers with one id begin the same run twice. A new id would prevent this, but a copy has
+    the database of a site with SQLite too, and would do all of its work a second time. Only people
+    know whether the other machine is gone. Without a machine id, as in a container, nothing is
+    compared: device and inode of a folder may change with each start.
+    """
+    try:
+        here = _MACHINE_ID.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return
+    if not here or here == "uninitialized":
+        return
+    recorded = _made_once(state_dir, "machine", here)
+    if recorded != here:
+        folder = runs_directory(state_dir)
+        raise RunError(
+            "runner_copied",
+            expected=f"the runs of this machine, {here}, in {folder}",
+            found=f"those of the machine {recorded[:100]!r}",
+            remedy=f"if that machine runs the service no more, delete {folder / 'machine'};"
+            f" otherwise delete {folder} here, and do not start a second copy of a SQLite database",
+        )
 
 
 def run_secret(state_dir: Path, run_id: str) -> str:
