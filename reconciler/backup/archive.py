@@ -30,14 +30,17 @@ from sqlalchemy import Engine
 from reconciler.backup import refuse_unfinished_restore
 from reconciler.db import migrations, postgresql
 from reconciler.db.engine import open_existing
+from reconciler.db.settings import AUTHORITIES
 from reconciler.model.errors import Problem
 from reconciler.settings import PREFIX, Settings, config_file
+from reconciler.trust.ca import GATEWAY, Trust, authorities
 
 SCHEMA = 1
 MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env", "trust/"
 _SERVICE = "gpuaas"
 # Entries of a dump that give rights to other roles, such as the gateway's.
 _RIGHTS = re.compile(r"[0-9]+; [0-9]+ [0-9]+ (ACL|DEFAULT ACL|POLICY|ROW SECURITY) ")
+_COPY = re.compile(r"COPY \S*settings \((?P<names>[^)]*)\) FROM stdin;")
 # libpq strips white space from the end of a password in a service file, and a service cannot refer
 # to another service.
 _NOT_IN_A_FILE = {"password", "service"}
@@ -48,8 +51,8 @@ _LOOK_S, _STILL_S = 1.0, 600.0
 def write(settings: Settings, file: Path) -> dict[str, Any]:
     """Write a backup while the service may be running, and return its manifest.
 
-    Problem `backup_exists`, or `restore_unfinished` while a restore is incomplete, because the
-    records may lack changes of their backup until then.
+    Problem `backup_exists`, `authorities_differ`, or `restore_unfinished` while a restore is
+    incomplete, because the records may lack changes of their backup until then.
     """
     refuse_unfinished_restore(settings)
     if file.exists():
@@ -87,6 +90,8 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
                 found=f"no keys in {trust}",
                 remedy="run the backup on the machine with the service's state folder",
             )
+        if refusal := other_authorities(trust, recorded_authorities(engine, copy)):
+            raise refusal
         fresh = Path(folder) / "backup.tar.gz"
         with _private(fresh) as handle, tarfile.open(fileobj=handle, mode="w:gz") as tar:
             _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -134,6 +139,45 @@ def copy_database(engine: Engine, file: Path) -> None:
         source.backup(target)
         # The copy must be a single file, without a write-ahead log beside it.
         target.execute("PRAGMA journal_mode = DELETE")
+
+
+def recorded_authorities(engine: Engine, copy: Path) -> dict[str, str] | None:
+    """The site's authorities by the copy of a database; None when it has none yet."""
+    if engine.dialect.name != "postgresql":
+        query = "SELECT value FROM settings WHERE name = ?"
+        with closing(sqlite3.connect(copy)) as conn:
+            row = conn.execute(query, (AUTHORITIES,)).fetchone()
+        return json.loads(row[0]) if row else None
+    words = ["--data-only", "--table=settings", "--file=-", str(copy)]
+    lines = iter(_run("pg_restore", words).splitlines())
+    head = next((_COPY.match(line) for line in lines if _COPY.match(line)), None)
+    names = head["names"].split(", ") if head else []
+    for line in lines:
+        row = dict(zip(names, line.split("\t"), strict=False))
+        if row.get("name") == AUTHORITIES:
+            # A public key has no character that COPY escapes.
+            return dict(json.loads(row["value"]))
+    return None
+
+
+def other_authorities(folder: Path, recorded: dict[str, str] | None) -> Problem | None:
+    """The refusal of a folder of keys that are not the site's: no service would open the site.
+
+    Not every machine has an authority of the gateway.
+    """
+    local = authorities(Trust(folder))
+    needed = {
+        name: key for name, key in (recorded or {}).items() if name in local or name != GATEWAY
+    }
+    wrong = sorted(name for name, key in needed.items() if local.get(name) != key)
+    if not wrong:
+        return None
+    return Problem(
+        "authorities_differ",
+        expected="the SSH authorities that the database records for the site",
+        found=f"others, or none, as {', '.join(wrong)} in {folder}",
+        remedy="make the backup on a machine of the site with its keys, which starts the service",
+    )
 
 
 def existing_database(engine: Engine) -> str:

@@ -45,7 +45,7 @@ def restore(settings: Settings, file: Path) -> dict[str, Any]:
     """Restore the site and return the changes made to its records.
 
     An interrupted restore is repeated with the same file. Problem `restore_not_empty` if there is a
-    site, `service_running`, `backup_unreadable`, `backup_newer`.
+    site, `service_running`, `backup_unreadable`, `backup_newer`, `authorities_differ`.
     """
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locked(settings):
@@ -69,6 +69,9 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
                 raise _not_empty(present)
             if log := archive.left_log(engine):
                 raise _not_empty(log)
+            recorded = archive.recorded_authorities(engine, folder / archive.DATABASE)
+            if refusal := archive.other_authorities(folder / archive.TRUST, recorded):
+                raise refusal
             # From here on no command opens this site until the restore is complete: the records of
             # the backup may offer slots that have tenants by now.
             write_text(state / MARK, f"{backup}\n")

@@ -434,6 +434,31 @@ def test_a_restore_and_a_service_keep_each_other_out(tmp_path: Path) -> None:
         child.wait()
 
 
+@pytest.mark.covers("CTRL-2")
+def test_keys_that_are_not_the_sites_are_not_saved_and_not_restored(
+    before: Life, urls: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No service would open that site."""
+    adopt(before.settings, before.engine)
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, tmp_path / "sound.tar.gz")
+    trust = before.settings.state_dir / "trust"
+    shutil.rmtree(trust)
+    open_trust(before.settings.state_dir)
+    with pytest.raises(Problem, match="authorities_differ") as refusal:
+        archive.write(before.settings, file)
+    assert "host_ca, user_ca" in refusal.value.found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "sound.tar.gz"]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(archive, "other_authorities", lambda *_: None)
+        archive.write(before.settings, file)
+    after = settled(tmp_path / "after", urls[1])
+    with pytest.raises(Problem, match="authorities_differ"):
+        restore(after, file)
+    assert list(after.state_dir.iterdir()) == []
+    assert restore(after, tmp_path / "sound.tar.gz")["lost_tasks"] == [before.task]
+
+
 def with_gateway(life: Life, postgres: Server, file: Path) -> tuple[str, ...]:
     """Back a site with the gateway's role up; returns the words by which the server is asked."""
     with reading(life.engine) as conn:
