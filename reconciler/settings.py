@@ -320,6 +320,14 @@ class Settings(BaseSettings):
         return self.database_url or f"sqlite:///{self.state_dir / 'reconciler.db'}"
 
     @property
+    def sqlite_file(self) -> Path | None:
+        """The file of the database; None for one of PostgreSQL, or in memory."""
+        scheme, _, rest = self.database.partition(":///")
+        name = rest.partition("?")[0]
+        usual = scheme.startswith("sqlite") and name not in ("", ":memory:")
+        return Path(name) if usual and not name.startswith("file:") else None
+
+    @property
     def ingress(self) -> frozenset[str]:
         """The addresses of ingress_addresses."""
         return frozenset(_words(self.ingress_addresses))

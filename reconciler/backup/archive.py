@@ -51,8 +51,8 @@ _LOOK_S, _STILL_S = 1.0, 600.0
 def write(settings: Settings, file: Path) -> dict[str, Any]:
     """Write a backup while the service may be running, and return its manifest.
 
-    Problem `backup_exists`, `authorities_differ`, or `restore_unfinished` while a restore is
-    incomplete, because the records may lack changes of their backup until then.
+    Problem `backup_exists`, `database_missing`, `authorities_differ`, or `restore_unfinished` while
+    a restore is incomplete, because the records may lack changes of their backup until then.
     """
     refuse_unfinished_restore(settings)
     if file.exists():
@@ -81,6 +81,14 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
             "engine": engine.dialect.name,
             "revision": migrations.current(engine),
         }
+        if manifest["revision"] is None:
+            raise Problem(
+                "database_missing",
+                404,
+                expected="the database of a site",
+                found=f"an empty one at {engine.url.render_as_string(hide_password=True)}",
+                remedy="set GPUAAS_DATABASE_URL as the service has it",
+            )
         trust = settings.state_dir / "trust"
         keys = sorted(path for path in trust.glob("*") if path.is_file() and path.name != "lock")
         if not keys:

@@ -208,11 +208,12 @@ def _took_lock(connection: Any) -> bool:
 @contextmanager
 def open_existing(settings: Settings) -> Iterator[sa.Engine]:
     """The site's existing database. Problem `database_missing` instead of creating a new file."""
-    if not settings.database_url and not (settings.state_dir / "reconciler.db").is_file():
+    file = settings.sqlite_file
+    if file is not None and not file.is_file():
         raise Problem(
             "database_missing",
             404,
-            expected=f"a database in {settings.state_dir}",
+            expected=f"a database at {file}",
             found="none",
             remedy="set GPUAAS_STATE_DIR or GPUAAS_DATABASE_URL as the service has it",
         )

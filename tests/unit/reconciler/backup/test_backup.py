@@ -604,6 +604,16 @@ def test_a_backup_of_a_newer_version_is_refused(
 def test_without_a_site_there_is_nothing_to_back_up(tmp_path: Path) -> None:
     with pytest.raises(Problem, match="database_missing"):
         archive.write(settled(tmp_path / "none"), tmp_path / "file")
+    # Nor at the path of a wrong URL, which SQLite would create.
+    database = tmp_path / "other.db"
+    other = settled(tmp_path / "none", f"sqlite:///{database}")
+    open_trust(other.state_dir)
+    with pytest.raises(Problem, match="database_missing"):
+        archive.write(other, tmp_path / "file")
+    assert not database.exists()
+    database.touch()
+    with pytest.raises(Problem, match="database_missing"):
+        archive.write(other, tmp_path / "file")
     assert not (tmp_path / "file").exists()
 
 
