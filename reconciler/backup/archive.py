@@ -311,8 +311,7 @@ def _run(
             "program_missing",
             expected=f"{program} of the server's version on this machine",
             found=f"no {program} on PATH",
-            remedy="install postgresql-client, or run pg_dump and pg_restore by hand as"
-            " docs/operations.md says, and keep the trust folder with the dump",
+            remedy="install postgresql-client of the server's version",
         )
     environment = {**os.environ, **(connection or {})}
     with subprocess.Popen(
