@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from dotenv.parser import parse_stream
 from pydantic import Field, IPvAnyAddress, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -310,6 +311,7 @@ class Settings(BaseSettings):
         if config_file().is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(config_file()))
         try:
+            _refuse_misread(config_file())
             super().__init__(_env_file=config_file(), **values)
         except UnicodeDecodeError:
             # UnicodeDecodeError would show the content of the file.
@@ -381,6 +383,27 @@ class Settings(BaseSettings):
         """Address by name of the API, for /etc/hosts of hosts; {} if their DNS knows the name."""
         name = urlsplit(self.api_url).hostname or ""
         return {name: str(self.public_address)} if name and self.public_address else {}
+
+
+def _refuse_misread(file: Path) -> None:
+    """Problem `settings_invalid` for a line that would be skipped, or a value that took the next
+    lines into it, as after a quote that is not closed. Defaults would mean another, empty site.
+    """
+    if not file.is_file():
+        return
+    with file.open(encoding="utf-8") as text:
+        for binding in parse_stream(text):
+            long = "\n" in (binding.value or "")
+            if binding.error or long:
+                # Never the line itself, which may be a secret.
+                what = "a value with a line break" if long else "no NAME=value"
+                raise Problem(
+                    "settings_invalid",
+                    400,
+                    expected=f"one NAME=value per line in {file}",
+                    found=f"{what} in line {binding.original.line}",
+                    remedy="correct the line; perhaps a quote is not closed",
+                )
 
 
 def is_exposed(url: str) -> bool:

@@ -21,6 +21,8 @@ from reconciler.doctor import (
     services,
     warn,
 )
+from reconciler.doctor import refused as refused_finding
+from reconciler.model.errors import Problem
 from reconciler.service.configuration import OTHERS
 from reconciler.settings import CONFIG_FILE_VARIABLE, PREFIX, Settings, config_file, refused
 
@@ -123,6 +125,8 @@ def _settings() -> Iterator[Finding]:
             )
             for name, rule in refused(wrong)
         ]
+    except Problem as problem:
+        findings.append(refused_finding(problem))
     except OSError as closed:
         text = f"{config_file()} cannot be read: {closed.strerror}"
         remedy = "give it the service's group and mode 640; if the file does not exist, correct"

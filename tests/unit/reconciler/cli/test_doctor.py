@@ -320,6 +320,36 @@ def test_the_file_of_settings_is_looked_at(
     assert f"GPUAAS_WRKERS in {file}" in doctor()["settings"]["found"]
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('GPUAAS_WORKERS=7\nGPUAAS_DATABASE_URL="canary\n', "no NAME=value in line 2"),
+        (
+            "GPUAAS_DATABASE_URL='canary\nGPUAAS_CURRENCY=EUR'\n",
+            "a value with a line break in line 1",
+        ),
+    ],
+)
+def test_a_quote_that_is_not_closed_is_named(
+    sound: Stack,
+    doctor: Doctor,
+    gpuaas: Gpuaas,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    text: str,
+    found: str,
+) -> None:
+    """Without its settings the service would start as a new site."""
+    file = tmp_path / "gpuaas.env"
+    file.write_text(text)
+    file.chmod(0o640)
+    monkeypatch.setenv("GPUAAS_CONFIG_FILE", str(file))
+    assert doctor()["settings"]["found"] == found
+    gpuaas("migrate")
+    assert (gpuaas.status, "settings_invalid" in gpuaas.err) == (1, True)
+    assert "canary" not in gpuaas.out + gpuaas.err
+
+
 def test_a_redis_that_cannot_wake_workers_is_named(
     sound: Stack, doctor: Doctor, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
