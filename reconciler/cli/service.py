@@ -223,8 +223,7 @@ def gateway_replace(
 
     settings, act = Settings(), Act("local-operator", reason)
     require_reason(act, "say what has happened")
-    if settings.state_dir.exists() and settings.state_dir.stat().st_uid != os.geteuid():
-        raise _unusable(settings, "another user's, who could not read the new key")
+    _require_own(settings)
     with open_existing(settings) as engine:
         require_current(engine)
         count = process.replace_gateway(settings, engine, act)
@@ -303,7 +302,9 @@ def restore(
     from reconciler.backup import restore
     from reconciler.settings import Settings
 
-    output.record(restore.restore(Settings(), file))
+    settings = Settings()
+    _require_own(settings)
+    output.record(restore.restore(settings, file))
 
 
 @commands.command()
@@ -405,9 +406,9 @@ def _open(settings: Settings) -> Engine:
 
     _prepare(settings)
     try:
-        if not settings.database_url:
+        if settings.sqlite_file is not None:
             # SQLite's other files inherit the mode of this file.
-            (settings.state_dir / "reconciler.db").touch(mode=0o600)
+            settings.sqlite_file.touch(mode=0o600)
     except OSError as failure:
         raise _unusable(settings, failure.strerror or str(failure)) from failure
     return open_engine(settings.database)
@@ -426,6 +427,13 @@ def _prepare(settings: Settings) -> None:
         raise _unusable(settings, failure.strerror or str(failure)) from failure
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise _unusable(settings, "this user may not write there")
+    _require_own(settings)
+
+
+def _require_own(settings: Settings) -> None:
+    """Refuse to write, as root, files that the service's user could not read."""
+    if settings.state_dir.exists() and settings.state_dir.stat().st_uid != os.geteuid():
+        raise _unusable(settings, "another user's, who could not read the new files")
 
 
 def require_current(engine: Engine) -> str:

@@ -128,7 +128,22 @@ def keys(settings: Settings) -> Iterator[Finding]:
         findings += _private(key, 0o600)
     if trust.gateway_authority.exists():
         findings += _private(trust.gateway_authority, 0o600)
+    for key in sorted(trust.directory.iterdir()):
+        findings += own(key, settings)
     yield from findings or [ok(str(trust.directory))]
+
+
+def own(file: Path, settings: Settings) -> Iterator[Finding]:
+    """A failure when a file belongs to another user than its state folder: a command that root ran
+    has written it.
+    """
+    owner = settings.state_dir.stat().st_uid
+    if file.stat().st_uid != owner:
+        yield fail(
+            f"{file} belongs to the user {file.stat().st_uid}, its state folder to {owner}",
+            expected="files of the service's user, who cannot read others",
+            remedy=f"chown --reference={settings.state_dir} {file}",
+        )
 
 
 def _gateway(settings: Settings) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from reconciler.db.schema import (
     slots,
     tasks,
 )
-from reconciler.doctor import Finding, fail, ok, refused, warn
+from reconciler.doctor import Finding, fail, installation, ok, refused, warn
 from reconciler.gateway.machine import Machine, probe
 from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem, Refusal
@@ -197,10 +197,13 @@ def database(settings: Settings) -> Iterator[Finding]:
     except Problem as problem:
         yield refused(problem)
         return
-    file = settings.state_dir / "reconciler.db"
-    if not settings.database_url:
+    file = settings.sqlite_file
+    if file is not None:
         if not file.is_file():
             yield _no_database(f"no file {file}")
+            return
+        if findings := list(installation.own(file, settings)):
+            yield from findings
             return
         mode = file.stat().st_mode & 0o777
         if mode & 0o077:

@@ -33,6 +33,7 @@ from tests.unit.reconciler.api.stack import ACT, IMAGE, Stack
 from tests.unit.reconciler.cli.conftest import Gpuaas
 
 Doctor = Callable[[], dict[str, Any]]
+_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 
 
 @pytest.fixture
@@ -96,6 +97,14 @@ def _open_folder(stack: Stack) -> None:
 
 def _open_database(stack: Stack) -> None:
     (stack.settings.state_dir / "reconciler.db").chmod(0o644)
+
+
+def _other_owner_of_the_database(stack: Stack) -> None:
+    os.chown(stack.settings.state_dir / "reconciler.db", 65534, -1)
+
+
+def _other_owner_of_a_key(stack: Stack) -> None:
+    os.chown(stack.settings.state_dir / "trust" / "known_hosts", 65534, -1)
 
 
 def _no_database(stack: Stack) -> None:
@@ -176,6 +185,8 @@ def _nobody_leads(stack: Stack) -> None:
     [
         (_open_folder, "state_dir", "fail"),
         (_open_database, "database", "fail"),
+        pytest.param(_other_owner_of_the_database, "database", "fail", marks=_ROOT),
+        pytest.param(_other_owner_of_a_key, "ssh_ca", "fail", marks=_ROOT),
         (_no_database, "database", "fail"),
         (_old_schema, "schema", "fail"),
         (_open_key, "ssh_ca", "fail"),

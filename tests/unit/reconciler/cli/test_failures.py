@@ -199,6 +199,29 @@ def test_a_state_folder_that_cannot_be_written(
     assert (gpuaas.status, "may not write there" in gpuaas.err) == (1, True)
 
 
+@pytest.mark.parametrize("command", [("migrate",), ("restore", "/dev/null"), ("serve",)])
+def test_root_writes_no_files_that_the_service_cannot_read(
+    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("GPUAAS_LISTEN", "127.0.0.1:0")
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / "state").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    gpuaas(*command)
+    assert (gpuaas.status, "could not read the new files" in gpuaas.err) == (1, True)
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_a_database_anywhere_is_for_the_services_user_only(
+    gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "elsewhere.db"
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("GPUAAS_DATABASE_URL", f"sqlite:///{file}")
+    gpuaas("migrate")
+    assert gpuaas.status == 0 and file.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_defect_stays_one() -> None:
     assert failures.as_problem(ValueError("a defect")) is None
     assert failures.as_problem(BrokenPipeError(32, "Broken pipe")) is None
