@@ -6,6 +6,7 @@ not included, because their results are in the database.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -38,6 +39,7 @@ from reconciler.trust.ca import GATEWAY, Trust, authorities
 SCHEMA = 1
 MANIFEST, DATABASE, SETTINGS, TRUST = "manifest.json", "database", "settings.env", "trust/"
 _SERVICE = "gpuaas"
+_WORK_PREFIX = ".gpuaas-backup-"
 # Entries of a dump that give rights to other roles, such as the gateway's.
 _RIGHTS = re.compile(r"[0-9]+; [0-9]+ [0-9]+ (ACL|DEFAULT ACL|POLICY|ROW SECURITY) ")
 _COPY = re.compile(r"COPY \S*settings \((?P<names>[^)]*)\) FROM stdin;")
@@ -70,9 +72,9 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
             found="no such folder",
             remedy="create it for the service's user only, because a backup contains private keys",
         )
-    with open_existing(settings) as engine, tempfile.TemporaryDirectory(dir=file.parent) as folder:
+    with open_existing(settings) as engine, work_folder(file.parent) as folder:
         # A consistent copy: later changes belong to the next backup.
-        copy = Path(folder) / DATABASE
+        copy = folder / DATABASE
         copy_database(engine, copy)
         manifest = {
             "schema": SCHEMA,
@@ -100,7 +102,7 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
             )
         if refusal := other_authorities(trust, recorded_authorities(engine, copy)):
             raise refusal
-        fresh = Path(folder) / "backup.tar.gz"
+        fresh = folder / "backup.tar.gz"
         with _private(fresh) as handle, tarfile.open(fileobj=handle, mode="w:gz") as tar:
             _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
             _add(tar, SETTINGS, _settings().encode())
@@ -110,6 +112,49 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
         # Renamed when complete, so that a file with this name is a whole backup.
         fresh.rename(file)
     return manifest
+
+
+@contextmanager
+def work_folder(parent: Path) -> Iterator[Path]:
+    """A folder for the parts of a backup, locked. Those of killed backups are removed: they hold
+    the database and private keys.
+    """
+    for leftover in parent.glob(f"{_WORK_PREFIX}*"):
+        with _sole(leftover) as free:
+            if free:
+                shutil.rmtree(leftover)
+    while True:
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=_WORK_PREFIX, dir=parent, ignore_cleanup_errors=True
+            ) as name,
+            _sole(Path(name)) as held,
+        ):
+            # Another backup may have taken it for a leftover, before the lock.
+            if held and Path(name).exists():
+                yield Path(name)
+                return
+
+
+@contextmanager
+def _sole(folder: Path) -> Iterator[bool]:
+    """Lock a work folder; false when another process has it, or another user."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        own = os.fstat(descriptor).st_uid == os.geteuid()
+        if own:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = own
+    except BlockingIOError:
+        locked = False
+    try:
+        yield locked
+    finally:
+        os.close(descriptor)
 
 
 def read(file: Path, folder: Path) -> dict[str, Any]:

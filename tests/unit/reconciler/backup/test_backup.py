@@ -7,6 +7,7 @@ import copy
 import io
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -24,7 +25,7 @@ import sqlalchemy as sa
 import reconciler.backup.restore as restoring
 from reconciler.backup import archive
 from reconciler.backup.restore import restore
-from reconciler.cli.service import in_use, open_migrated
+from reconciler.cli.service import backup, in_use, open_migrated
 from reconciler.db import clock, journal, migrations
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, reading, transaction
@@ -615,6 +616,37 @@ def test_without_a_site_there_is_nothing_to_back_up(tmp_path: Path) -> None:
     with pytest.raises(Problem, match="database_missing"):
         archive.write(other, tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+def test_what_a_killed_backup_left_is_removed_and_of_a_running_one_not(
+    on_sqlite: Life, tmp_path: Path
+) -> None:
+    """It is the database and the private keys."""
+    left = tmp_path / ".gpuaas-backup-left"
+    left.mkdir()
+    (left / "database").write_text("secret")
+    with archive.work_folder(tmp_path) as running:
+        assert not left.exists()
+        archive.write(on_sqlite.settings, tmp_path / "site.tar.gz")
+        assert sorted(tmp_path.iterdir()) == [running, tmp_path / "site.tar.gz"]
+    assert not running.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_backup_that_is_ended_leaves_nothing(
+    on_sqlite: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def ended(_engine: sa.Engine, copy: Path) -> None:
+        copy.write_text("secret")
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(archive, "copy_database", ended)
+    monkeypatch.setenv("GPUAAS_STATE_DIR", str(on_sqlite.settings.state_dir))
+    former = signal.getsignal(number)
+    with pytest.raises(SystemExit):
+        backup(tmp_path / "site.tar.gz")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) == former
 
 
 def test_a_backup_goes_into_a_folder_that_is_there(tmp_path: Path) -> None:
