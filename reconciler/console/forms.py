@@ -29,7 +29,9 @@ _MOST, _LARGEST = 2_000, 256 << 10
 
 @dataclass(frozen=True)
 class Form:
-    """A form as the browser sent it. values: its fields by name, for showing it again."""
+    """A form as the browser sent it. want: which of two opposite calls of a path it makes. values:
+    its fields by name, for showing it again.
+    """
 
     method: str
     path: str
@@ -37,12 +39,13 @@ class Form:
     back: str
     generation: str
     body: dict[str, Any]
+    want: str = ""
     values: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def call(self) -> str:
-        """Method and path of the API call, by which a page recognises its form."""
-        return f"{self.method} {self.path}"
+        """Method, path and wish of the API call, by which a page recognises its form."""
+        return f"{self.method} {self.path}#{self.want}".removesuffix("#")
 
 
 async def read(request: Request) -> Form:
@@ -61,6 +64,7 @@ async def read(request: Request) -> Form:
         back=_last(values, "_back"),
         generation=generation,
         body=body(values),
+        want=_last(values, "_want"),
         values=values,
     )
 

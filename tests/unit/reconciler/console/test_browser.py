@@ -651,6 +651,45 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
         expect(reason).to_have_value("no more")
 
 
+def test_a_refresh_turns_no_form_into_another(selling: Stack, window: Open) -> None:
+    """Neither an open form, nor a tick in one that is closed again."""
+    admin, path = selling.client("admin"), f"admin/nodes/{NODE}"
+    gone = launch(selling, hostname="alice").json()["id"]
+    activate(selling, gone)
+    with window("admin") as watched:
+        page = watched.open(f"/console/nodes/{NODE}")
+        reboot = page.locator("details", has=page.get_by_text("Reboot the host", exact=True))
+        reboot.locator("summary").click()
+        reboot.get_by_label("alice of demo").check()
+        reboot.locator("summary").click()
+        for label in ("Take off sale", "Drain"):
+            page.locator("summary", has_text=label).click()
+        sale, drain = (
+            page.locator("form", has=page.locator(f"[name=_call][value$='/{name}']"))
+            for name in ("scheduling", "drain")
+        )
+        sale.get_by_label("Reason").fill("GPU 3 drops off the bus")
+        drain.get_by_label("Reason").fill("a new board")
+        with transaction(selling.engine) as conn:
+            conn.execute(sa.update(allocations).values(state="released"))
+        other = launch(selling, "other", hostname="carol").json()["id"]
+        activate(selling, other)
+        guard = {"If-Match": f'"{admin.get(path).json()["generation"]}"'}
+        assert admin.put(f"{path}/scheduling", json={"enabled": False}, headers=guard).is_success
+        boxes = page.locator("[name='allocations:list']")
+        expect(boxes).to_have_value(other)
+        expect(boxes).not_to_be_checked()
+        # The opposite is offered now, closed and without the reason for the other.
+        expect(page.locator("summary", has_text="Put on sale")).to_be_visible()
+        expect(sale.get_by_label("Reason")).to_have_value("")
+        expect(sale.get_by_label("Reason")).not_to_be_visible()
+        drain.get_by_role("button").click()
+        expect(page.get_by_role("alert")).to_contain_text("generation")
+        expect(drain.get_by_label("Reason")).to_have_value("a new board")
+        watched.faults.clear()
+    assert admin.get(path).json()["state"] == "ready"
+
+
 def test_a_broken_stream_goes_on_and_a_revoked_session_ends_it(
     selling: Stack, window: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
