@@ -30,11 +30,11 @@ from reconciler.api.security import Admin, Context
 from reconciler.api.tasks import Task
 from reconciler.db import schema
 from reconciler.db.rows import Page
-from reconciler.lifecycle import baremetal, firmware, gate, host, maintenance, slots
+from reconciler.lifecycle import baremetal, drift, firmware, gate, host, maintenance, slots
 from reconciler.model import firmware as firmware_model
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, TaskKind, TaskState
+from reconciler.model.states import NodeMode, TaskKind
 from reconciler.records import images, nodes, queue, reports
 
 _PREFIX = "/admin/nodes/{node_id}"
@@ -477,22 +477,20 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
 
 @topology_router.get("/drift", response_model=LatestDrift)
 def latest_drift(node_id: Id, context: Admin) -> LatestDrift:
-    """The latest finished comparison. Its result has the `differences`, and the `repairs` of the
-    host's own upkeep since its boot, with times.
+    """The latest finished comparison. Its result has the `differences`, the parts of the host that
+    are `unknown`, with why, the slots and allocations `skipped` because work on them was under way,
+    and the `repairs` of the host's own upkeep since its boot, with times.
     """
 
     def read(conn: Connection) -> LatestDrift:
         nodes.get(conn, node_id)
-        kind, state = TaskKind.SLICE_DRIFT_RECONCILE, TaskState.SUCCEEDED
-        return LatestDrift.of({"task": _latest_task(conn, node_id, kind, state)})
+        return LatestDrift.of({"task": drift.latest(conn, node_id)})
 
     return context.read(read)
 
 
-def _latest_task(
-    conn: Connection, node_id: str, kind: TaskKind, state: TaskState | None = None
-) -> schema.Task | None:
-    tasks = queue.every(conn, node_id=node_id, kind=kind, state=state, page=Page(1))
+def _latest_task(conn: Connection, node_id: str, kind: TaskKind) -> schema.Task | None:
+    tasks = queue.every(conn, node_id=node_id, kind=kind, page=Page(1))
     return tasks[0] if tasks else None
 
 

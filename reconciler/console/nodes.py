@@ -29,13 +29,14 @@ async def show(visit: Visit) -> Response:
     target = visit.request.headers.get("HX-Target", "")
     measured = await _measured(visit, live) if not target or "telemetry" in target else None
     compared = [] if target else await operators.comparisons(visit)
+    drift = None if target else (await visit.get(f"{path}/drift"))["task"]
     looks = [] if target else await _looks_for_drift(visit, node["id"])
     return visit.page(
         "node.html",
         node=node,
         slots=slots["items"],
         tasks=tasks["items"],
-        drift=next(filter(_has_compared, looks), None),
+        drift=drift,
         latest_look=next(iter(looks), None),
         inventories=[
             (title, reading, _about(node, reading)) for _, title, reading in compared if reading
@@ -118,17 +119,10 @@ async def _live_allocations(visit: Visit, node_id: str) -> list[Document]:
 
 
 async def _looks_for_drift(visit: Visit, node_id: str) -> list[Document]:
-    """The latest comparisons of the host with the records, newest first."""
-    tasks = await visit.get("/admin/tasks", node_id=node_id, kind="slice.drift_reconcile", limit=10)
+    """The newest task that compares the host with the records, whatever has become of it."""
+    tasks = await visit.get("/admin/tasks", node_id=node_id, kind="slice.drift_reconcile", limit=1)
     looks: list[Document] = tasks["items"]
     return looks
-
-
-def _has_compared(look: Document) -> bool:
-    """Whether it has a finding, if only that nothing differs. One that waits, has failed or was
-    skipped has none.
-    """
-    return "differences" in look["result"] and not look["result"].get("skipped")
 
 
 async def _measured(visit: Visit, live: list[Document]) -> list[tuple[str, list[charts.Chart]]]:

@@ -265,15 +265,25 @@ def _baseline(conn: sa.Connection, evidence: Mapping[str, Any], since: float) ->
     return part
 
 
+# A task that met its node outside slice mode has compared nothing.
+_HAS_COMPARED = sa.and_(
+    tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE,
+    tasks.c.state == TaskState.SUCCEEDED,
+    sa.func.coalesce(tasks.c.result["skipped", 0].as_string(), "") != tasks.c.node_id,
+)
+
+
+def latest(conn: sa.Connection, node_id: str) -> Task | None:
+    """The latest finished comparison of a node; None before the first."""
+    query = sa.select(tasks).where(_HAS_COMPARED, tasks.c.node_id == node_id)
+    return rows.first(conn, query.order_by(tasks.c.created_at.desc()), Task)
+
+
 def latest_results(conn: sa.Connection) -> Iterator[Mapping[str, Any]]:
     """Result of the latest finished comparison of each slice host."""
     latest = (
         sa.select(tasks.c.result)
-        .where(
-            tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE,
-            tasks.c.node_id == nodes.c.id,
-            tasks.c.state == TaskState.SUCCEEDED,
-        )
+        .where(_HAS_COMPARED, tasks.c.node_id == nodes.c.id)
         .order_by(tasks.c.created_at.desc())
         .limit(1)
         .correlate(nodes)

@@ -1190,13 +1190,15 @@ def test_the_fleet_says_that_more_nodes_are_blocked(
     assert more in browse("admin").get("/console/fleet").text
 
 
+DRIFT = {"severity": "failed", "code": "domain_unknown", "found": "gpuaas-slice-<1>"}
+
+
 def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse: Browse) -> None:
     check = {"status": "FAIL", "check": "iommu", "detail": "off <b>", "remediation": "turn it on"}
     passed = {"status": "PASS", "check": "bridge", "detail": "is there", "remediation": "none"}
     report = {"failures": 1, "warnings": 0, **wipes.proven(discovery()), "checks": [passed, check]}
     row = {"section": "bios", "name": "SriovGlobal", "change": "changed"}
     differences = [row | {"before": "Enabled", "after": "Disabled"}]
-    drift = {"severity": "failed", "code": "domain_unknown", "found": "gpuaas-slice-<1>"}
     selling.client("admin").post(f"admin/nodes/{NODE}/drift")
     task = selling.lease()
     assert task.kind == "slice.drift_reconcile"
@@ -1205,7 +1207,7 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
     with transaction(selling.engine) as conn:
         line = {"event": "failed", "task": "Compare <it>", "code": "host_odd", "seconds": 1.5}
         queue.progress(conn, task.id, task.lease_token, line)
-        result = {"differences": [drift]}
+        result = {"differences": [DRIFT], "skipped": [], "unknown": {}}
         queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT, result=result)
         host.record_parity(conn, NODE, report, ACT)
         values = {"firmware_differences": differences}
@@ -1226,6 +1228,43 @@ def test_a_node_shows_its_failed_check_drift_and_firmware(selling: Stack, browse
         text = admin.get(place).text
         (ended,) = re.findall(r'Compare &lt;it&gt;</strong> <span class="soft">(.*?)</span>', text)
         assert ended == "failed: host_odd in 1.5 s", place
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({}, "The host holds what the records say."),
+        ({"unknown": {"domains": "virsh <hangs>"}}, "<dt>domains</dt><dd>virsh &lt;hangs&gt;</dd>"),
+        ({"skipped": ["a-slot"]}, "under way: 1 of its slots"),
+        ({"skipped": ["a-slot"], "differences": [DRIFT]}, "domain_unknown"),
+    ],
+)
+def test_a_node_says_that_its_host_is_as_recorded_only_when_all_was_compared(
+    selling: Stack, browse: Browse, changed: dict[str, Any], sentence: str
+) -> None:
+    """Runs that failed afterwards, or met the node outside slice mode, are no comparisons."""
+    page, clean = f"/console/nodes/{NODE}", "The host holds what the records say."
+    whole: dict[str, Any] = {"differences": [], "skipped": [], "unknown": {}}
+    outside = whole | {"skipped": [NODE]}
+
+    def compare(result: dict[str, Any], state: TaskState = TaskState.SUCCEEDED) -> None:
+        selling.client("admin").post(f"admin/nodes/{NODE}/drift")
+        task = selling.lease()
+        with transaction(selling.engine) as conn:
+            error = dict.fromkeys(("code", "expected", "found", "remedy"), "odd")
+            ended = {"error": error} if state == TaskState.FAILED else {"result": result}
+            queue.finish(conn, task.id, task.lease_token, state, ACT, **ended)
+
+    admin = browse("admin")
+    compare(outside)
+    assert "Not compared yet." in admin.get(page).text
+    compare(whole | changed)
+    for _ in range(11):
+        compare({}, TaskState.FAILED)
+    compare(outside)
+    text = admin.get(page).text
+    assert sentence in text and "The latest comparison" in text
+    assert (clean in text) == (not changed)
 
 
 def test_output_elsewhere_names_its_machine(selling: Stack, browse: Browse) -> None:
