@@ -23,6 +23,9 @@ UNSHOWN = "\N{REPLACEMENT CHARACTER}"
 _CONTROLS = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f{UNPRINTED}]")
 HTMX = "htmx-4.0.1.min.js"
 SSE = "hx-sse-4.0.1.min.js"
+# Characters of a document. Printing takes time, in which the process answers nobody, and nesting
+# can make what is printed fifty times as long as what was sent.
+_PRINTED = 64 << 10
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 # The colour of a state. The word is always there too.
 _TONES = {
@@ -88,6 +91,17 @@ def size(count: float) -> str:
     return f"{count:.1f}".removesuffix(".0") + f" {units[power]}"
 
 
+def _document(value: Any) -> str:
+    """A document as JSON, as much as fits on a page."""
+    parts, length = [], 0
+    for part in json.JSONEncoder(indent=2, sort_keys=True).iterencode(value):
+        parts.append(part)
+        length += len(part)
+        if length > _PRINTED:
+            return "".join(parts)[:_PRINTED] + "\n… The API has the rest."
+    return "".join(parts)
+
+
 def _as_typed(text: Any) -> Markup:
     """A value of a form's field as a person typed it, for a field. What `render` replaces becomes a
     reference: sent again, a field with replacements would be accepted.
@@ -117,7 +131,7 @@ def _environment() -> Environment:
         "as_typed": _as_typed,
         "size": size,
         "duration": _duration,
-        "pretty": lambda value: json.dumps(value, indent=2, sort_keys=True),
+        "document": _document,
     }
     environment.globals |= {
         "new_key": lambda: str(uuid.uuid4()),

@@ -87,7 +87,13 @@ async def job(visit: Visit) -> Response:
     """One inference job: its status, attempts, last error, input and result."""
     path = f"/projects/{visit.named('project')}/jobs/{visit.named('job')}"
     document = await visit.get(path)
-    return visit.page("job.html", job=document, meaning_=JobStatus(document["status"]).meaning)
+    return visit.page(
+        "job.html",
+        job=document,
+        meaning_=JobStatus(document["status"]).meaning,
+        # The input does not change, so a refresh goes without it.
+        whole="HX-Target" not in visit.request.headers,
+    )
 
 
 async def apps(visit: Visit) -> Response:
@@ -272,6 +278,8 @@ def _chosen(visit: Visit) -> dict[str, str]:
     # Boxes of registered keys, and the text with others.
     lines = sent.get(_KEYS) or query.getlist("ssh_keys")
     values["ssh_keys"] = "\n".join(_by_key(lines).values())
+    # The address may hold any document there, which the page would print.
+    values["terminal"] = "true" if values["terminal"] == "true" else ""
     # One choice decides shape, SKU and number of GPUs.
     shape, _, count = query.get("offer", "").rpartition("*")
     if shape and count == "all":

@@ -1679,6 +1679,23 @@ def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, brow
     # The queue of all projects; the dead letter has ended.
     assert "Jobs that have not ended. 3, 0 to 3" in text
     (demo,) = [row for row in text.split("<tr>") if "/projects/demo/jobs" in row]
+def test_nesting_makes_no_page_long(selling: Stack, browse: Browse) -> None:
+    """What is printed of a document is bounded, and its indentation with it."""
+    with_model(selling)
+    nested = json.loads("[" * 97 + ",".join(["[]"] * 15_000) + "]" * 97)
+    page = f"/console/projects/demo/jobs/{enqueue(selling, input={'x': nested})}"
+    member = browse("member")
+    whole = member.get(page).text
+    assert len(whole) < 100_000 and "The API has the rest." in whole
+    # What a refresh exchanges has no input.
+    refreshed = member.get(page, headers={"HX-Request": "true", "HX-Target": "div#job"}).text
+    assert 'id="input"' not in refreshed and 'id="record"' in refreshed
+    play(selling, Outcome(result={"y": nested}))
+    assert 100_000 < len(member.get(page).text) < 200_000
+    review = launch_review(selling, terminal="[" * 97 + "[]," * 6000 + "0" + "]" * 97)
+    assert len(member.get(review).text) < 20_000
+
+
     assert re.findall(r"(\d+)</td>", demo) == ["1", "2", "1"]
     # What is refreshed every few seconds does not count all jobs.
     refresh = {"HX-Request": "true", "HX-Target": "div#living"}
