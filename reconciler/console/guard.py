@@ -90,6 +90,10 @@ def require_own_page(headers: Headers) -> None:
     It could not read it, and would use up what the session may open. Browsers do not send the
     header to an address of another machine without TLS.
     """
-    site = headers.get("Sec-Fetch-Site", "same-origin")
-    if site not in ("same-origin", "none"):
-        raise _refused(f"a request of another page ({site})")
+    if of_another_page(headers):
+        raise _refused(f"a request of another page ({headers['Sec-Fetch-Site']})")
+
+
+def of_another_page(headers: Headers) -> bool:
+    """Whether a page that is not the console's had the browser send the request."""
+    return headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.responses import RedirectResponse, Response
 
@@ -14,6 +15,7 @@ from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
 from reconciler.model.jobs import JobStatus
 from reconciler.model.states import AppSlug, AppStatus
+from reconciler.records import ssh_keys
 
 # Steps of the wizard with the fields that each of them asks for.
 STEPS = ("shape", "region", "image", "access", "review")
@@ -236,12 +238,12 @@ async def launch(visit: Visit) -> Response:
         for name in ("", *(region["name"] for region in catalog["regions"])):
             gpus = values["gpu_count"] or 1
             free[name] = await _availability(visit, gpus, values["sku"], name)
-    keys: list[Document] = []
-    if step == "access":
+    keys: dict[str, Document] = {}
+    if step in ("access", "review"):
         registered = await visit.get(f"/projects/{project}/ssh-keys", limit=_OFFERED)
-        keys = [key for key in registered["items"] if key["valid"]]
+        keys = {key["public_key"]: key for key in registered["items"] if key["valid"]}
     given = _by_key([values["ssh_keys"]])
-    pasted = given.keys() - {key["public_key"] for key in keys}
+    pasted = given.keys() - keys.keys()
     body = _body(values)
     quota = await visit.get(f"/projects/{project}/quota")
     return visit.page(
@@ -260,6 +262,7 @@ async def launch(visit: Visit) -> Response:
         machines=machines,
         keys=keys,
         given=given,
+        fingerprints={key: _fingerprint(key) for key in given} if step == "review" else {},
         pasted="\n".join(line for key, line in given.items() if key in pasted),
         without_key=visit.query("step")["step"] == "review" and not given,
         fields=[(name, values[name.partition(":")[0]]) for name in (*_FIELDS, _KEYS)],
@@ -275,11 +278,11 @@ def _chosen(visit: Visit) -> dict[str, str]:
     for field in _FIELDS:
         name = field.partition(":")[0]
         values[name] = sent[field][-1] if field in sent else query.get(name, "")
+    # The address may hold any document there, which the page would print.
+    values["terminal"] = "true" if values["terminal"] == "true" else ""
     # Boxes of registered keys, and the text with others.
     lines = sent.get(_KEYS) or query.getlist("ssh_keys")
     values["ssh_keys"] = "\n".join(_by_key(lines).values())
-    # The address may hold any document there, which the page would print.
-    values["terminal"] = "true" if values["terminal"] == "true" else ""
     # One choice decides shape, SKU and number of GPUs.
     shape, _, count = query.get("offer", "").rpartition("*")
     if shape and count == "all":
@@ -299,12 +302,22 @@ def _by_key(texts: Sequence[str]) -> dict[str, str]:
     return keys
 
 
+def _fingerprint(key: str) -> str:
+    """The fingerprint of a key; "" of a text that the API will refuse."""
+    try:
+        return ssh_keys.fingerprint(key)
+    except (IndexError, ValueError):
+        return ""
+
+
 def _step(visit: Visit, values: dict[str, str]) -> str:
     """The requested step, or an earlier step that is not complete."""
     if visit.form:
         return "review"
     wish = visit.request.query_params.get("step", "shape")
     last = STEPS.index(wish) if wish in STEPS else 0
+    if _is_of_others(visit):
+        last = min(last, STEPS.index("access"))
     slice_ = values["capacity_shape"] == "gpu_slice"
     complete = {
         "shape": bool(values["capacity_shape"]),
@@ -313,6 +326,15 @@ def _step(visit: Visit, values: dict[str, str]) -> str:
         "access": all(values[name] for name in ("hostname", "username", "ssh_keys")),
     }
     return next((step for step in STEPS[:last] if not complete[step]), STEPS[last])
+
+
+def _is_of_others(visit: Visit) -> bool:
+    """Whether somebody else may have made the address, and chosen the keys in it: the link of
+    another page, also before the visitor has logged in.
+    """
+    headers = visit.request.headers
+    came_from = urlsplit(headers.get("Referer", "")).path
+    return guard.of_another_page(headers) or came_from == "/console/login"
 
 
 def _left(quota: Document) -> dict[str, int]:

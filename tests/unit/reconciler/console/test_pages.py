@@ -50,6 +50,7 @@ from reconciler.records import images as image_records
 from reconciler.records import leasing, queue, ssh_sessions
 from reconciler.records import nodes as node_records
 from reconciler.records import projects as project_records
+from reconciler.records.ssh_keys import fingerprint
 from reconciler.service.process import adopt
 from reconciler.settings import PROJECT
 from reconciler.trust import ca
@@ -71,7 +72,7 @@ from tests.unit.reconciler.api.test_launches import PATH, activate, launch, with
 from tests.unit.reconciler.api.test_usage import priced
 from tests.unit.reconciler.benchmark.sshd import new_key
 from tests.unit.reconciler.conftest import Site
-from tests.unit.reconciler.console.browser import Browser, Page, SentForm
+from tests.unit.reconciler.console.browser import SAME, Browser, Page, SentForm
 from tests.unit.reconciler.console.samples import busy_pools, dead_letter
 from tests.unit.reconciler.lifecycle.test_recovery_cases import Story
 from tests.unit.reconciler.pools.test_pools import start
@@ -423,16 +424,39 @@ def test_registered_keys_are_chosen_at_a_launch(
     assert offered(step("access")) == {keys["mine"]: False, keys["other"]: False}
     assert "Choose a key or paste one" in step("review", "")
     boxes = (keys["mine"], keys["other"])
-    review = Page(step("review", *boxes, f"{keys['pasted']}\n{keys['mine']} laptop"))
+    text = step("review", *boxes, f"{keys['pasted']} admin's\n{keys['mine']} laptop")
+    listed = re.search(r"SSH keys that open it</h3>(.*?)</ul>", text, re.S)[1]  # type: ignore[index]
+    lines = [html.unescape(re.sub("<[^>]+>", "", line)) for line in listed.split("</li>")[:-1]]
+    kinds = ["registered by member", "registered by member", "not registered in this project"]
+    assert [line.partition(":")[0].split("#")[0] for line in lines] == kinds
+    for name, line in zip(("mine", "other", "pasted"), lines, strict=True):
+        assert f"ssh-ed25519 {fingerprint(keys[name])}" in line
+    assert lines[2].endswith(", comment admin's")
+    review = Page(text)
     launched = member.send(page, review.form("POST /projects/demo/allocations"))
     mine = api.get(f"{PATH}/{launched.headers['Location'].rpartition('/')[2]}").json()
-    assert mine["ssh_keys"] == [*boxes, keys["pasted"]]
+    assert mine["ssh_keys"] == [*boxes, f"{keys['pasted']} admin's"]
     # Back from the review.
     again = step("access", f"{keys['mine']}\n{keys['pasted']}")
     assert offered(again) == {keys["mine"]: True, keys["other"]: False}
     assert re.findall(r"<textarea[^>]*>(.*?)</textarea>", again, re.S) == [keys["pasted"]]
     listed = member.get("/console/projects/demo/ssh").text
     assert (listed.count("<td>ended</td>"), listed.count("<td>revoked</td>")) == (2, 1)
+
+
+def test_a_link_of_others_begins_at_the_keys(selling: Stack, browse: Browse) -> None:
+    """Where its keys are seen, also when the visitor has to log in before."""
+    member, review = browse("member"), launch_review(selling)
+    for headers, step in (
+        ({"Sec-Fetch-Site": "cross-site"}, "Network and SSH"),
+        ({"Sec-Fetch-Site": "same-site"}, "Network and SSH"),
+        (SAME | {"Referer": "http://localhost/console/login?next=x"}, "Network and SSH"),
+        (SAME | {"Referer": "http://localhost/console/projects/demo/launch"}, "Review"),
+        ({}, "Review"),
+    ):
+        text = member.get(review, headers=headers).text
+        assert f'<h2 id="step">{step}</h2>' in text, headers
+        assert KEY in text
 
 
 def test_a_request_that_does_not_fit_shows_the_nearest_that_does(
@@ -1655,6 +1679,23 @@ def test_a_job_is_shown_with_its_input_and_how_it_ended(selling: Stack, browse: 
 
 
 @pytest.mark.covers("ORCH-1", "ORCH-6")
+def test_nesting_makes_no_page_long(selling: Stack, browse: Browse) -> None:
+    """What is printed of a document is bounded, and its indentation with it."""
+    with_model(selling)
+    nested = json.loads("[" * 97 + ",".join(["[]"] * 15_000) + "]" * 97)
+    page = f"/console/projects/demo/jobs/{enqueue(selling, input={'x': nested})}"
+    member = browse("member")
+    whole = member.get(page).text
+    assert len(whole) < 100_000 and "The API has the rest." in whole
+    # What a refresh exchanges has no input.
+    refreshed = member.get(page, headers={"HX-Request": "true", "HX-Target": "div#job"}).text
+    assert 'id="input"' not in refreshed and 'id="record"' in refreshed
+    play(selling, Outcome(result={"y": nested}))
+    assert 100_000 < len(member.get(page).text) < 200_000
+    review = launch_review(selling, terminal="[" * 97 + "[]," * 6000 + "0" + "]" * 97)
+    assert len(member.get(review).text) < 20_000
+
+
 def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, browse: Browse) -> None:
     hot = busy_pools(selling)
     start(selling.engine, "far", memory_mib=2048, target="remote", project_id="demo")
@@ -1679,23 +1720,6 @@ def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, brow
     # The queue of all projects; the dead letter has ended.
     assert "Jobs that have not ended. 3, 0 to 3" in text
     (demo,) = [row for row in text.split("<tr>") if "/projects/demo/jobs" in row]
-def test_nesting_makes_no_page_long(selling: Stack, browse: Browse) -> None:
-    """What is printed of a document is bounded, and its indentation with it."""
-    with_model(selling)
-    nested = json.loads("[" * 97 + ",".join(["[]"] * 15_000) + "]" * 97)
-    page = f"/console/projects/demo/jobs/{enqueue(selling, input={'x': nested})}"
-    member = browse("member")
-    whole = member.get(page).text
-    assert len(whole) < 100_000 and "The API has the rest." in whole
-    # What a refresh exchanges has no input.
-    refreshed = member.get(page, headers={"HX-Request": "true", "HX-Target": "div#job"}).text
-    assert 'id="input"' not in refreshed and 'id="record"' in refreshed
-    play(selling, Outcome(result={"y": nested}))
-    assert 100_000 < len(member.get(page).text) < 200_000
-    review = launch_review(selling, terminal="[" * 97 + "[]," * 6000 + "0" + "]" * 97)
-    assert len(member.get(review).text) < 20_000
-
-
     assert re.findall(r"(\d+)</td>", demo) == ["1", "2", "1"]
     # What is refreshed every few seconds does not count all jobs.
     refresh = {"HX-Request": "true", "HX-Target": "div#living"}
