@@ -32,9 +32,21 @@ from reconciler.settings import Settings
 from reconciler.trust import oidc
 
 START = "/console/"
-_COOKIE = "gpuaas-login"
+# Followed by the begin of its state: each tab of a browser has its own login.
+_COOKIE = "gpuaas-login-"
+_STATE = re.compile(r"[A-Za-z0-9_-]{43}")
 # Of the page after a login. A longer address does not fit into the cookie.
 _LONGEST = 2000
+# Characters of all logins of a browser. Proxies refuse longer headers.
+_TOGETHER = 4096
+# Set after an answer by which the provider is busy or out of order, and for how long the groups
+# are not asked for then, in seconds: a page would be sent back and forth for ever.
+_BUSY, _BUSY_S = "gpuaas-provider-busy", 60.0
+# Errors of the provider that speak of the person. Others do not end a session.
+_OF_PERSON = (
+    *("access_denied", "login_required", "interaction_required", "consent_required"),
+    "account_selection_required",
+)
 # How long a login waits for a place of its network, and how often it asks for one, in seconds.
 _WAIT_S, _ASK_S = 2.0, 0.05
 _ERROR = re.compile(r"[a-z_]{1,64}")
@@ -125,9 +137,9 @@ async def ask_again(api: FastAPI, request: Request) -> Response | None:
     not due, or the provider is away.
     """
     settings: Settings = api.state.settings
-    if not settings.oidc_issuer or not await run_in_threadpool(
-        session.asks, request, api.state.engine
-    ):
+    if not settings.oidc_issuer or cookie_name(request, _BUSY) in request.cookies:
+        return None
+    if not await run_in_threadpool(session.asks, request, api.state.engine):
         return None
     verifier = oidc.verifier(provider(settings))
     try:
@@ -141,6 +153,7 @@ async def ask_again(api: FastAPI, request: Request) -> Response | None:
 def _ask(request: Request, settings: Settings, endpoint: str, after: str) -> Response:
     page = after if len(after) <= _LONGEST else START
     login = f"{int(time.time())}.{secrets.token_urlsafe(32)}.{quote(page, safe='')}"
+    state = _derived(login, "state")
     challenge = _encoded(sha256(_derived(login, "verifier").encode()).digest())
     target = httpx.URL(endpoint).copy_merge_params(
         {
@@ -148,23 +161,41 @@ def _ask(request: Request, settings: Settings, endpoint: str, after: str) -> Res
             "client_id": settings.oidc_audience,
             "redirect_uri": _callback(request),
             "scope": "openid profile",
-            "state": _derived(login, "state"),
+            "state": state,
             "nonce": _derived(login, "nonce"),
             "code_challenge": challenge,
             "code_challenge_method": "S256",
         }
     )
     answer = RedirectResponse(str(target), 303)
-    session.keep(request, answer, _COOKIE, login, LOGIN_S)
+    session.keep(request, answer, _cookie(state), login, LOGIN_S)
+    _drop_oldest(request, answer, _TOGETHER - len(login))
     return answer
+
+
+def _cookie(state: str) -> str:
+    """The name of the cookie of a login."""
+    return _COOKIE + state[:12]
+
+
+def _drop_oldest(request: Request, answer: Response, room: int) -> None:
+    """Drop the oldest logins of the browser that have no room beside a new one."""
+    plain = {name.removeprefix("__Host-"): value for name, value in request.cookies.items()}
+    logins = {name: login for name, login in plain.items() if name.startswith(_COOKIE)}
+    # A login begins with its time.
+    for name, login in sorted(logins.items(), key=lambda row: row[1], reverse=True):
+        room -= len(name) + len(login)
+        if room < 0:
+            session.keep(request, answer, name, "", 0)
 
 
 async def from_provider(api: FastAPI, request: Request) -> Response:
     """Where the provider sends the browser back: exchange the code, and start a session."""
     settings = _settings(api)
     after = START
+    state = request.query_params.get("state", "")
     try:
-        login, after = _begun(request)
+        login, after = _begun(request, state)
         await run_in_threadpool(_require_answer, request, api, settings)
         verifier = oidc.verifier(provider(settings))
         endpoint = await run_in_threadpool(verifier.endpoint, "token_endpoint")
@@ -178,19 +209,32 @@ async def from_provider(api: FastAPI, request: Request) -> Response:
             expected = "an ID token of the provider for this login"
             raise _failed(expected, str(refused)[:200]) from refused
     except Problem as problem:
-        answer = _page(api, after, problem)
+        answer = await _without_login(api, request, after, problem)
     else:
         answer = RedirectResponse(after, 303)
         session.set_cookie(request, answer, secret)
-    session.keep(request, answer, _COOKIE, "", 0)
+    if cookie_name(request, _cookie(state)) in request.cookies:
+        session.keep(request, answer, _cookie(state), "", 0)
     return answer
 
 
-def _begun(request: Request) -> tuple[str, str]:
+async def _without_login(api: FastAPI, request: Request, after: str, problem: Problem) -> Response:
+    """The login page with a refusal. A session whose person was only asked for again goes on while
+    the provider cannot say.
+    """
+    renewed = partial(session.asks, request, api.state.engine)
+    if problem.status != 503 or not await run_in_threadpool(renewed):
+        return _page(api, after, problem)
+    answer = RedirectResponse(after, 303)
+    session.keep(request, answer, _BUSY, "yes", _BUSY_S)
+    return answer
+
+
+def _begun(request: Request, state: str) -> tuple[str, str]:
     """The login that this browser began, and the page to which it leads."""
-    login = request.cookies.get(cookie_name(request, _COOKIE), "")
+    known = cookie_name(request, _cookie(state)) if _STATE.fullmatch(state) else ""
+    login = request.cookies.get(known, "")
     begun_at, _, rest = login.partition(".")
-    state = request.query_params.get("state", "")
     if not hmac.compare_digest(state.encode(), _derived(login, "state").encode()):
         raise _failed("the answer to a login that this browser began", "another state")
     age = time.time() - int(begun_at) if re.fullmatch(r"[0-9]{1,12}", begun_at) else LOGIN_S + 1
@@ -202,13 +246,17 @@ def _begun(request: Request) -> tuple[str, str]:
 
 
 def _require_answer(request: Request, api: FastAPI, settings: Settings) -> None:
-    """Problem `login_failed` when the provider has not logged the person in."""
+    """Problem `login_failed` when the provider has not logged the person in: 503 when that says
+    nothing of the person.
+    """
     answer = request.query_params
     if answer.get("iss", settings.oidc_issuer) != settings.oidc_issuer:
         raise _failed(f"an answer of {settings.oidc_issuer}", "an answer of another provider")
     if error := answer.get("error"):
-        session.end_persons(request, api.state)
         shown = error if _ERROR.fullmatch(error) else "another error"
+        if error not in _OF_PERSON:
+            raise _failed("the provider to log you in", shown, 503)
+        session.end_persons(request, api.state)
         raise _failed("the provider to log you in", shown)
 
 

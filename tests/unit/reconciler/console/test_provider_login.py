@@ -289,6 +289,40 @@ def test_a_provider_that_is_away_ends_nobody(
     assert browser.get(FLEET).status_code == 303
 
 
+@pytest.mark.parametrize("error", ["temporarily_unavailable", "server_error"])
+def test_a_provider_that_is_busy_ends_nobody(site: Stack, browse: Browse, error: str) -> None:
+    """And does not send a page back and forth."""
+    browser = browse("")
+    log_in(browser)
+    older(site, console_records.ASK_S + 1)
+
+    def answer(word: str) -> httpx.Response:
+        asked = dict(parse_qsl(urlsplit(to_provider(browser, FLEET)).query))
+        query = urlencode({"state": asked["state"], "error": word})
+        return browser.get(f"/console/login/callback?{query}")
+
+    assert answer(error).headers["Location"] == FLEET
+    assert browser.get(FLEET).status_code == 200
+    assert answer("login_required").status_code == 401
+    assert browser.get(FLEET).status_code == 303
+
+
+def test_every_tab_has_its_own_login(site: Stack, browse: Browse) -> None:
+    """And all of them have room in a header."""
+    browser = browse("")
+    for _ in range(2):
+        tabs = [to_provider(browser, page) for page in (FLEET, "/console/tasks")]
+        places = [browser.get(back(tab)).headers["Location"] for tab in tabs]
+        assert places == [FLEET, "/console/tasks"]
+        # A session of these is renewed the second time.
+        older(site, console_records.ASK_S + 1)
+    assert list(browser.client.cookies) == ["gpuaas"]
+    tabs = [to_provider(browser, f"{FLEET}?region={'n' * 900}") for _ in range(9)]
+    assert sum(map(len, browser.client.cookies.values())) <= login._TOGETHER
+    refused(browse(""), browser.get(back(tabs[0])), "another state")
+    assert browser.get(back(tabs[-1])).status_code == 303
+
+
 def test_an_operator_ends_a_persons_sessions_and_keys(
     site: Stack, browse: Browse, provider: Provider
 ) -> None:
@@ -329,14 +363,14 @@ def test_an_operator_ends_a_persons_sessions_and_keys(
 def test_a_login_starts_one_session(site: Stack, browse: Browse) -> None:
     browser = browse("")
     address = to_provider(browser)
-    kept = browser.client.cookies["gpuaas-login"]
+    ((name, kept),) = browser.client.cookies.items()
     first = back(address)
     assert browser.get(first).status_code == 303
-    assert "gpuaas-login" not in browser.client.cookies
+    assert name not in browser.client.cookies
     # The same answer again, the same state with a new code, and both after the logout.
     for number, again in enumerate((first, back(address), back(address))):
         other = browse("")
-        other.client.cookies["gpuaas-login"] = "" if number == 0 else kept
+        other.client.cookies[name] = "" if number == 0 else kept
         refused(other, other.get(again), "login_failed")
         browser.client.post("/console/logout", headers=SAME)
     with transaction(site.engine) as conn:
@@ -508,8 +542,8 @@ def test_a_login_leads_to_no_other_site(site: Stack, browse: Browse, target: str
     assert log_in(browser, f"/console/{'x' * 5000}").headers["Location"] == "/console/"
     # A cookie that somebody else made is no better.
     forged = f"{int(time.time())}.x.{target}"
-    browser.client.cookies["gpuaas-login"] = forged
     state = login._derived(forged, "state")
+    browser.client.cookies[login._cookie(state)] = forged
     answer = browser.get("/console/login/callback", params={"state": state, "code": "x"})
     assert answer.status_code == 401
     assert "evil.example" not in answer.text
@@ -519,8 +553,8 @@ def test_a_login_leads_to_no_other_site(site: Stack, browse: Browse, target: str
 def test_a_login_lasts_ten_minutes(site: Stack, browse: Browse, age: int | None) -> None:
     browser = browse("")
     begun = "soon" if age is None else str(int(time.time()) - age)
-    browser.client.cookies["gpuaas-login"] = f"{begun}.x."
     state = login._derived(f"{begun}.x.", "state")
+    browser.client.cookies[login._cookie(state)] = f"{begun}.x."
     answer = browser.get("/console/login/callback", params={"state": state, "code": "x"})
     refused(browser, answer, "began earlier")
 
