@@ -23,6 +23,8 @@ from reconciler.api.security import (
     UNKNOWN_LIMIT,
     authenticate,
     bearer,
+    of_pool,
+    take_place,
     unauthenticated,
 )
 from reconciler.db.engine import asking
@@ -84,8 +86,8 @@ class Admission:
         key, holders, places = sender
         if holders:
             request.app.state.rates.take_bytes(key, size, holders)
-            # Its later place (`security.member`) is this one.
-            request.scope[PLACE] = await request.app.state.places.take(key, places)
+            # It is also its later place (`security.member`, `worker`).
+            await take_place(request, key, places)
 
 
 def _sender(request: Request) -> tuple[str, int, int] | None:
@@ -96,7 +98,10 @@ def _sender(request: Request) -> tuple[str, int, int] | None:
         return caller.owner, int(caller.role != Role.PLATFORM_ADMIN), PLACES
     with asking(request.app.state.engine) as conn:
         pool = remote.authenticate(conn, bearer(request))
-    return (f"pool:{pool.id}", pool.replicas, pool.replicas) if pool else None
+    if pool is None:
+        return None
+    key, places = of_pool(pool)
+    return key, pool.replicas, places
 
 
 def _leave(scope: Scope) -> None:

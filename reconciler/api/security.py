@@ -35,7 +35,7 @@ from reconciler.api.models import Answer, Body, Id, Reasoned, Record
 from reconciler.db import idempotency
 from reconciler.db.engine import asking, reading, retrying
 from reconciler.db.rows import Order
-from reconciler.db.schema import ApiToken
+from reconciler.db.schema import ApiToken, Pool
 from reconciler.model.act import Act
 from reconciler.model.client_limits import Buckets
 from reconciler.model.errors import Problem, not_found
@@ -393,10 +393,23 @@ def _begin(turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
 
 
-async def _take_place(request: Request, who: Caller) -> None:
-    if who.role == Role.PROJECT_MEMBER and PLACE not in request.scope:
+async def take_place(request: Request, key: str, most: int) -> None:
+    """Wait for a place (`Places.take`), unless the request has one. It leaves it at its answer."""
+    if PLACE not in request.scope:
         places: Places = request.app.state.places
-        request.scope[PLACE] = await places.take(who.owner, PLACES)
+        request.scope[PLACE] = await places.take(key, most)
+
+
+async def _take_place(request: Request, who: Caller) -> None:
+    if who.role == Role.PROJECT_MEMBER:
+        await take_place(request, who.owner, PLACES)
+
+
+def of_pool(pool: Pool) -> tuple[str, int]:
+    """By whom the requests of a pool's workers are counted, and how many places they have: a
+    heartbeat passes beside a turn of each.
+    """
+    return f"pool:{pool.id}", pool.replicas + 1
 
 
 def caller(

@@ -7,15 +7,18 @@ import threading
 import time
 import uuid
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 
 from reconciler.api import worker as worker_routes
+from reconciler.api.app import create_app
 from reconciler.api.security import BURST, Rates
 from reconciler.db import clock
 from reconciler.db.engine import transaction
@@ -32,7 +35,7 @@ from reconciler.work.loops import tend_leases, tend_remote_workers
 from tests.redis_server import RedisServer
 from tests.unit.reconciler.api.conformity import Client, operations
 from tests.unit.reconciler.api.refusals import kept, refused
-from tests.unit.reconciler.api.stack import ACT, NODE, Stack
+from tests.unit.reconciler.api.stack import ACT, NODE, Stack, listening
 from tests.unit.reconciler.api.test_pools import started
 from tests.unit.reconciler.pools.test_leases import check_counts, clock_ahead
 from tests.unit.reconciler.service.service import until
@@ -363,6 +366,39 @@ def test_acts_that_each_write_to_the_disk_have_a_pace_of_their_own(
     for act, body in (("renew", {"tokens": []}), ("leave", {})):
         assert worker.ask(act, **body).json()["code"] == "rate_exceeded"
     assert worker.ask("turn").status_code == 200
+
+
+def test_turns_that_take_long_stop_neither_heartbeats_nor_anybody_else(
+    new: Stack, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has forty threads for requests; a repeated claim gets up to 4 MiB each time."""
+    over = threading.Event()
+    monkeypatch.setattr(hints, "bury", lambda *_: over.wait(60))
+    app = create_app(new.settings, new.engine)
+    token, member = (
+        {"Authorization": f"Bearer {new.secrets[who]}"} for who in ("remote-demo", "member")
+    )
+    body = {"worker_id": worker.id}
+
+    def post(act: str, **more: Any) -> int:
+        address = f"{url}/api/v1/worker/{act}"
+        return httpx.post(address, json=body | more, headers=token, timeout=60).status_code
+
+    with listening(app) as url, ThreadPoolExecutor(50) as requests:
+        try:
+            turns = [requests.submit(post, "turn")]
+            until(lambda: app.state.places._taken)
+            assert post("renew", tokens=[]) == 200
+            turns += [requests.submit(post, "turn") for _ in range(49)]
+            until(lambda: app.state.places._waiting)
+            address = f"{url}/api/v1/projects/demo/jobs"
+            for _ in range(3):
+                assert httpx.get(address, headers=member, timeout=30).status_code == 200
+            assert post("due") == 200, "it waits without a thread"
+        finally:
+            over.set()
+        assert {turn.result() for turn in turns} == {200}
+    assert app.state.places._taken == app.state.places._waiting == {}
 
 
 def pool_of(stack: Stack) -> Pool:
