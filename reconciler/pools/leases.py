@@ -44,6 +44,14 @@ _FIRST = (
     .limit(sa.bindparam("share", type_=sa.Integer()))
     .with_for_update(skip_locked=True)
 )
+# The project of each job that runs on workers of all projects. What a project runs in a pool of its
+# own takes nothing from others. The list of those workers is short, and read once.
+_OWN = (
+    sa.select(pool_workers.c.id)
+    .join(pools, pools.c.id == pool_workers.c.pool_id)
+    .where(pools.c.project_id.is_not(None), pool_workers.c.ended_at.is_(None))
+)
+_SHARED = control.HOLDERS.where(jobs.c.worker.not_in(_OWN))
 _IDS = rows.given("ids", id=str)
 _THESE = jobs.c.id.in_(sa.select(_IDS.c.id))
 # What a worker gets of a job.
@@ -199,7 +207,7 @@ def claim(
     waiting = _waiting(conn, worker)
     waiting = [queue for queue in waiting if queue[0] not in behind] or waiting
     several = len({project_id for project_id, _ in waiting}) > 1
-    running = Counter(conn.execute(control.HOLDERS).scalars() if several else ())
+    running = Counter(conn.execute(_SHARED).scalars() if several else ())
     # Random among equal projects, because a claim knows nothing of earlier claims.
     random.shuffle(waiting)
     waiting = sorted(waiting, key=lambda queue: running[queue[0]])[:_QUEUES]

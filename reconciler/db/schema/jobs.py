@@ -39,7 +39,9 @@ _LIVE = f"state IN ({', '.join(repr(state.value) for state in LIVE_POOLS)})"
         where="status = 'pending' AND not_before IS NOT NULL",
     ),
     partial(
-        "ix_orchestrator_jobs_running", "lease_expires_at", "project_id", where="status = 'running'"
+        "ix_orchestrator_jobs_running",
+        *("lease_expires_at", "project_id", "worker"),
+        where="status = 'running'",
     ),
     # Lists of a project. Nothing in it changes with a job.
     sa.Index("ix_orchestrator_jobs_project", "project_id", "enqueued_at", "id"),

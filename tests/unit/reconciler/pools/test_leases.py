@@ -274,6 +274,18 @@ def test_a_long_queue_does_not_delay_another_project(queue: Queue) -> None:
     assert queue.claim()[0].project_id == "p2", "of those that run, it has the fewest"
 
 
+def test_jobs_in_a_pool_of_its_own_cost_a_project_no_shared_worker(queue: Queue) -> None:
+    own = pools.NewPool("own", ["big"], project_id="p1", target="remote")
+    with transaction(queue.engine) as conn:
+        pool = pools.start(conn, own, ADMIN, most=1)
+        worker = remote.register(conn, pool, host="x", pid=1, models=["big"])
+        jobs.enqueue(conn, "p1", [jobs.NewJob("big", {})] * 3, ADMIN)
+        assert len(leases.claim(conn, worker, limit=3)) == 3
+    queue.add(8)
+    queue.add(8, "p2")
+    assert Counter(job.project_id for job in queue.claim(4)) == {"p1": 2, "p2": 2}
+
+
 def test_a_project_behind_others_gets_what_they_leave(queue: Queue) -> None:
     queue.add(4)
     queue.add(2, "p2")
