@@ -23,7 +23,7 @@ import pytest
 import sqlalchemy as sa
 
 import reconciler.backup.restore as restoring
-from reconciler.backup import archive
+from reconciler.backup import archive, locked
 from reconciler.backup.restore import restore
 from reconciler.cli.service import backup, in_use, open_migrated
 from reconciler.db import clock, journal, migrations
@@ -411,7 +411,7 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"
     file.write_bytes(b"of no matter")
-    with restoring.locked(new), restoring.work_folder(new) as folder:
+    with locked(new), restoring.work_folder(new) as folder:
         with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
@@ -428,7 +428,7 @@ def test_a_restore_and_a_service_keep_each_other_out(tmp_path: Path) -> None:
         with pytest.raises(Problem, match="service_running"):
             restore(new, file)
     try:
-        with restoring.locked(new), pytest.raises(Problem, match="restore_unfinished"), in_use(new):
+        with locked(new), pytest.raises(Problem, match="restore_unfinished"), in_use(new):
             pass
     finally:
         child.kill()
