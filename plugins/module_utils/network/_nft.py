@@ -30,5 +30,5 @@ def listed(command: list[str]) -> str | None:
 
 def as_listed(text: str, command: list[str]) -> str:
     """What the command would print of a table, from an empty network namespace of its own."""
-    load_and_list = f"nft -f - && {' '.join(command)}"
-    return _command.run(["unshare", "--net", "sh", "-c", load_and_list], stdin=text).out
+    argv = ["unshare", "--net", "sh", "-c", f"nft -f - && {' '.join(command)}"]
+    return _command.run(argv, stdin=text).out

@@ -88,6 +88,15 @@ def test_the_tenant_sees_its_own_address_and_nothing_of_the_machine(metal: Stack
     assert [task["kind"] for task in seen["tasks"]] == ["baremetal.provision"]
 
 
+def test_its_power_is_its_tenants(metal: Stack) -> None:
+    """A task of ours would log in where the tenant is root."""
+    mine = launch(metal).json()["id"]
+    let_in(metal, mine)
+    for action in ("stop", "start", "restart", "reset"):
+        answer = metal.client("member").post(f"{PATH}/{mine}/power", json={"action": action})
+        assert answer.json()["code"] == "power_of_whole_machine", action
+
+
 @pytest.mark.covers("CTRL-15", "ORCH-1")
 def test_a_machine_runs_the_workers_of_its_pool_until_its_release(
     metal: Stack, tmp_path: Path

@@ -368,6 +368,8 @@ def test_ssh_trusts_no_unknown_key_and_passes_words_as_words(tmp_path: Path) -> 
     reach = Reach("192.0.2.1", "ubuntu", 22, key=tmp_path / "a key")
     words = reach.environment(tmp_path)["ANSIBLE_SSH_ARGS"]
     assert "bounded_ssh.py -o StrictHostKeyChecking=yes " in words
+    # A host with the operator's agent could log in wherever the operator can.
+    assert " -o ForwardAgent=no " in words
     assert f"-i '{tmp_path}/a key'" in words
     for bad in ("-oProxyCommand=id", "{{ x }}", "a b"):
         with pytest.raises(RunError, match="spec_invalid"):

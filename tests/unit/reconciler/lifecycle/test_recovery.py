@@ -105,6 +105,24 @@ def test_absence_from_before_the_failure_does_not_count(sold: Site) -> None:
         assert force(conn, sold, allocation_id)["slots"][0]["status"] == "cleanup"
 
 
+@pytest.mark.covers("CTRL-7", "I4", "I13")
+@pytest.mark.parametrize("wrong", ["old absence", "old proof", "not absent"])
+def test_half_of_the_evidence_gives_no_slot_back(sold: Site, wrong: str) -> None:
+    """Without the word of the host since the block, the disk is wiped once more."""
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        (slot,) = recovery.blocked(conn)
+        document = sold.proofs(conn, key)[slot.id]
+        proofs.record(conn, slot, ProofKind.WIPE, document, allocation_id=key)
+        later = slot.status_since + 60
+        seen_at = 1.0 if wrong == "old absence" else later
+        absence = {**ABSENT, "absent": wrong != "not absent"}
+        reports.record_absence(conn, key, absence, sold.act, observed_at=seen_at)
+        if wrong == "old proof":
+            conn.execute(sa.update(tables.slots).values(status_since=later))
+        assert force(conn, sold, key)["slots"][0]["status"] == "cleanup"
+
+
 @pytest.mark.covers("CTRL-7", "CTRL-9")
 def test_a_run_still_alive_is_canceled_and_its_result_decides_nothing(sold: Site) -> None:
     with transaction(sold.engine) as conn:

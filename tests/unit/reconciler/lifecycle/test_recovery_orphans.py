@@ -118,6 +118,9 @@ def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Site) -> None:
         assert code(recovery.remove_orphan, conn, held, UNKNOWN, sold.act) == "slot_in_use"
         slot_life.disable(conn, idle, sold.act)
         assert code(recovery.remove_orphan, conn, idle, running, sold.act) == "allocation_active"
+        # Its devices may be those of another slot by now.
+        slot_life.withdraw(conn, idle, sold.act)
+        assert code(recovery.remove_orphan, conn, idle, UNKNOWN, sold.act) == "slot_in_use"
         assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
 
 

@@ -179,6 +179,17 @@ def test_a_rule_whose_task_never_began_ends_at_once(
         assert queue.open_of_allocation(conn, allocation) == []
 
 
+@pytest.mark.covers("I13")
+def test_a_removal_after_which_the_host_still_forwards_keeps_the_port(
+    sold: Site, allocation: str, runs: Runs, attend: Attend
+) -> None:
+    rule_id = applied(sold, allocation, runs, attend)
+    remove(sold, rule_id)
+    runs.ends(evidence={"ingress": {"rules": [rule_id]}})
+    attend()
+    assert (state(sold, rule_id), port_is_taken(sold, allocation)) == ("removing", True)
+
+
 def test_a_rule_ends_at_its_expiry(
     sold: Site, allocation: str, runs: Runs, attend: Attend, settings: Settings
 ) -> None:

@@ -475,6 +475,17 @@ def test_a_node_in_use_is_neither_installed_nor_returned(maas: Maas) -> None:
     assert maas.asked() == ["set_workload_annotations"]
 
 
+def test_a_machine_with_a_disk_that_was_never_wiped_is_not_returned(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MAAS may give it to any of its users. An installation keeps it here."""
+    maas.maintain()
+    holds = {"m1": [{"slot_id": "slot-3", "allocation_id": "a"}]}
+    monkeypatch.setattr(installation, "written_off_holds", lambda _conn, id: holds[id])
+    assert code(maas.queue, RELEASE) == "disk_not_proven"
+    assert maas.queue(DEPLOY).kind == DEPLOY
+
+
 def test_what_began_to_be_used_after_the_request_is_not_installed(maas: Maas) -> None:
     maas.maintain()
     maas.queue()

@@ -38,6 +38,10 @@ def test_a_guest_that_libvirt_confined_passes(tree: Path) -> None:
     _host.write("/sys/fs/selinux/enforce", "1")
     label = "system_u:system_r:svirt_t:s0:c392,c662"
     assert _confinement.problems(guest(label=label)) == []
+    weak = "system_u:system_r:unconfined_t:s0"
+    assert _confinement.problems(guest(label=weak)) == [f"QEMU 77 is {weak}"]
+    _host.write("/sys/fs/selinux/enforce", "0")
+    assert _confinement.security_module() == "", "it only writes down what it would refuse"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,16 @@ def test_the_file_names_the_disk_as_earlier_releases_did(tree: Path) -> None:
         _ledger.load(SLOT)
 
 
+def test_a_disk_that_is_used_in_one_slot_is_proven_in_none(tree: Path) -> None:
+    """Its devices may have been approved anew, as another slot."""
+    for slot in (SLOT, "slot-1"):
+        _ledger.mark_clean(slot, fence=1, disk_identity="eui.1", proof={"verified": True})
+    _ledger.mark_clean("slot-2", fence=1, disk_identity="eui.2", proof={"verified": True})
+    _ledger.record_takeover("eui.1", {"proof": {"verified": True}})
+    _ledger.mark_dirty("slot-1", fence=1, disk_identity="eui.1")
+    assert _ledger.proven() == ["slot-2"]
+
+
 def test_a_run_that_hangs_with_the_lock_is_named(
     entry: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

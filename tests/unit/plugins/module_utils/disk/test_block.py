@@ -149,11 +149,12 @@ def test_a_program_that_has_the_disk_open_is_found_by_device_number(loop) -> Non
 
 
 @pytest.mark.covers("I7")
-def test_qemus_image_lock_is_respected_and_ours_keeps_qemu_out(loop) -> None:
+@pytest.mark.parametrize("first", [101, 201])
+def test_qemus_image_lock_is_respected_and_ours_keeps_qemu_out(loop, first) -> None:
     disk = _block.resolve(loop.name)
     node = _block._disk.node(loop.name)
     qemu = os.open(node, os.O_RDWR)
-    shared = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 201, 1, 0)
+    shared = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, first, 1, 0)
     fcntl.fcntl(qemu, fcntl.F_OFD_SETLK, shared)
     assert "QEMU" in refused(disk).found
     os.close(qemu)

@@ -95,6 +95,16 @@ def test_qemu_and_other_programs_that_have_it_open(bench, monkeypatch) -> None:
     assert "qemu_holds_disk" in refusal.found
 
 
+def test_of_several_qemus_only_the_slots_own_is_no_obstacle(bench, monkeypatch) -> None:
+    bench.disk()
+    held = {"259:1": [_usage.Opener(7, "qemu-system-x86"), _usage.Opener(9, "qemu-system-x86")]}
+    monkeypatch.setattr(_usage, "openers", lambda _numbers: held)
+    slot = {"nvme_device": "nvme1n1"}
+    assert _block.judged(slot, own_pids=[7, 9])[1] == []
+    (refusal,) = _block.judged(slot, own_pids=[7])[1]
+    assert "qemu_holds_disk" in refusal.found
+
+
 def test_swap_on_a_volume_of_the_disk_and_in_a_file_on_it(bench) -> None:
     bench.disk()
     bench.hold("nvme1n1", "dm-0", uuid="LVM-x")

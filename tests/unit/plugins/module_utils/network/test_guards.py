@@ -12,6 +12,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
     _guards,
+    _host_connections,
+    _nvlink,
     _packet_limit,
     _port_filter,
     _start_hook,
@@ -156,6 +158,19 @@ def test_a_domain_starts_with_its_guard_in_force(rig: Rig) -> None:
     assert violations(rig) == []
 
 
+@pytest.mark.covers("I17")
+def test_a_domain_starts_without_the_connections_of_one_before(rig: Rig) -> None:
+    """The number of its port and its address may have been another's."""
+    opened = Attack("A", frames.datagram(rigs.WORLD, sport=23456), frozenset({"host", "world"}))
+    assert violations(rig, (opened,)) == []
+    zone = f"zone={rig.number(A)}"
+    assert "sport=23456" in rig.ask_switch("dpctl/dump-conntrack", zone)
+    assert _host_connections.number(A.guard.ip)
+    assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 0
+    assert rig.ask_switch("dpctl/dump-conntrack", zone) == ""
+    assert _host_connections.number(A.guard.ip) == 0
+
+
 def test_a_domain_does_not_start_without_its_guard(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +190,9 @@ def test_a_domain_does_not_start_without_its_guard(
         assert "domain_differs" in refusal(*interfaces)
     assert "guard_missing" in refusal(INTERFACE, domain=DOMAIN.replace("23bd", "23be"))
     assert "guard_missing" in refusal(INTERFACE, domain=f"{DOMAIN}-copy")
+    _nvlink.save(A.guard.allocation_id, _nvlink.Partition((1, 2), socket="/run/none"))
+    assert "fabric_manager_unreachable" in refusal(INTERFACE)
+    _nvlink.forget(A.guard.allocation_id)
     kept = _host.path(_object_names.guard_path(A.guard.allocation_id))
     text = kept.read_text()
     kept.write_text(text.replace(A.guard.ip, "10.100.0.1"))

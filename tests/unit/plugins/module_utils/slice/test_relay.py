@@ -91,6 +91,16 @@ def test_a_way_is_opened_beside_others_and_closed(host: Path) -> None:
     assert drive(params("absent")).plan.steps == ()
 
 
+def test_a_line_that_is_nobodys_goes_with_the_next_change(host: Path) -> None:
+    """It would let the gateway's authority further than to a guest."""
+    with_account(host)
+    drive(params())
+    with (host / _relay.PRINCIPALS.lstrip("/")).open("a") as file:
+        file.write(f'permitopen="10.0.0.1:22" slice:{TWO}\n')
+    drive(params(allocation=TWO, ip="10.100.0.11"))
+    assert [_relay.owner(text) for text in lines(host)] == [ONE, TWO]
+
+
 def test_an_address_of_an_earlier_slice_is_replaced(host: Path) -> None:
     with_account(host)
     drive(params(ip="10.100.0.9"))
