@@ -28,7 +28,7 @@ disk=$1
 settle() { udevadm trigger --action=add --settle "$disk"; }
 blank() { blkdiscard --zeroout "$disk"; settle; }
 trap blank EXIT
-mdadm -q --create /dev/md/t --run --level=0 --raid-devices=1 --force --metadata=1.2 "$disk"
+mdadm -q --create /dev/md/t --run --level=1 --raid-devices=2 --metadata=1.2 "$disk" missing
 mdadm -q --stop /dev/md/t
 settle
 blkid -p -s TYPE -o value "$disk"
