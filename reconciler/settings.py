@@ -386,8 +386,8 @@ class Settings(BaseSettings):
 
 
 def _refuse_misread(file: Path) -> None:
-    """Problem `settings_invalid` for a line that would be skipped, or a value that took the next
-    lines into it, as after a quote that is not closed. Defaults would mean another, empty site.
+    """OSError `EILSEQ` for a line that would be skipped, or a value that took the next lines into
+    it, as after a quote that is not closed. Defaults would mean another, empty site.
     """
     if not file.is_file():
         return
@@ -397,12 +397,9 @@ def _refuse_misread(file: Path) -> None:
             if binding.error or long:
                 # Never the line itself, which may be a secret.
                 what = "a value with a line break" if long else "no NAME=value"
-                raise Problem(
-                    "settings_invalid",
-                    400,
-                    expected=f"one NAME=value per line in {file}",
-                    found=f"{what} in line {binding.original.line}",
-                    remedy="correct the line; perhaps a quote is not closed",
+                line = binding.original.line
+                raise OSError(
+                    errno.EILSEQ, f"{what} in line {line}; perhaps a quote is not closed", str(file)
                 )
 
 

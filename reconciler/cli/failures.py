@@ -83,6 +83,14 @@ def _of_settings(failure: Exception) -> Problem | None:
             remedy=f"correct {loaded.CONFIG_FILE_VARIABLE}, or unset it for {loaded.CONFIG_FILE}",
         )
     if isinstance(failure, OSError) and failure.filename == str(file):
+        if failure.errno == errno.EILSEQ:
+            return Problem(
+                "settings_invalid",
+                400,
+                expected=f"one NAME=value per line in {file}, as text in UTF-8",
+                found=str(failure.strerror),
+                remedy="correct the file; then `gpuaas doctor`",
+            )
         return Problem(
             "settings_invalid",
             403,

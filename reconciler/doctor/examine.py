@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -21,8 +22,6 @@ from reconciler.doctor import (
     services,
     warn,
 )
-from reconciler.doctor import refused as refused_finding
-from reconciler.model.errors import Problem
 from reconciler.service.configuration import OTHERS
 from reconciler.settings import CONFIG_FILE_VARIABLE, PREFIX, Settings, config_file, refused
 
@@ -125,16 +124,15 @@ def _settings() -> Iterator[Finding]:
             )
             for name, rule in refused(wrong)
         ]
-    except Problem as problem:
-        findings.append(refused_finding(problem))
     except OSError as closed:
         text = f"{config_file()} cannot be read: {closed.strerror}"
         remedy = "give it the service's group and mode 640; if the file does not exist, correct"
+        remedy = f"{remedy} {CONFIG_FILE_VARIABLE}"
         findings.append(
             fail(
                 text,
-                expected="a text file that the service's user can read",
-                remedy=f"{remedy} {CONFIG_FILE_VARIABLE}",
+                expected="a file that the service's user can read, with one NAME=value per line",
+                remedy="correct the line" if closed.errno == errno.EILSEQ else remedy,
             )
         )
     else:
