@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from reconciler.lifecycle import firmware, gate, host, installation, slices
 from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act, require_reason
 from reconciler.model.bundle import disk_identity
-from reconciler.model.discovery import GPU_COUNT, node_blockers
+from reconciler.model.discovery import GPU_COUNT, disk_identities, node_blockers
 from reconciler.model.errors import Problem
 from reconciler.model.proof import DEFAULT_POLICY
 from reconciler.model.scheduler.explain import explain_machines
@@ -48,9 +48,10 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
     none fits does this wait for a lock.
     """
     passed: frozenset[str] = frozenset()
+    unproven = slot_life.unproven_disks(conn)
     for _ in range(_TRIES):
         sliced = set(conn.execute(sa.select(slots.c.node_id).distinct()).scalars())
-        views = _views(conn, passed)
+        views = _views(conn, passed, unproven)
         chosen = choose_machine(views, want, sliced)
         if chosen is None and passed:
             rows.get(conn, Node, min(passed), lock=True)
@@ -70,7 +71,7 @@ def reserve(conn: sa.Connection, want: Want) -> tuple[Node, Discovery]:
             discovery = reports.latest_discovery(conn, chosen)
             if node is None:
                 passed |= {chosen}
-            elif discovery is not None and not _refusal(conn, node):
+            elif discovery is not None and not _refusal(conn, node, unproven):
                 return node, discovery
     raise Problem(
         "generation_conflict",
@@ -96,19 +97,22 @@ def stock(conn: sa.Connection) -> dict[tuple[str, str], Stock]:
         claims.c.kind == ClaimKind.NODE_EXCLUSIVE, claims.c.state.in_(LIVE_CLAIMS)
     )
     in_use = set(conn.execute(held).scalars())
+    unproven = slot_life.unproven_disks(conn)
     whole = sa.and_(nodes.c.mode == NodeMode.BAREMETAL, nodes.c.state != NodeState.RETIRED)
     for node in rows.every(conn, sa.select(nodes).where(whole), Node):
         place = count[node.profile, node.region]
         if node.id in in_use:
             place.in_use += 1
-        elif _refusal(conn, node):
+        elif _refusal(conn, node, unproven):
             place.not_on_sale += 1
         else:
             place.free += 1
     return dict(count)
 
 
-def _views(conn: sa.Connection, without: frozenset[str]) -> list[NodeView]:
+def _views(
+    conn: sa.Connection, without: frozenset[str], unproven: Collection[str]
+) -> list[NodeView]:
     query = sa.select(nodes).where(nodes.c.state != NodeState.RETIRED)
     return [
         NodeView(
@@ -116,15 +120,18 @@ def _views(conn: sa.Connection, without: frozenset[str]) -> list[NodeView]:
             region=node.region,
             pool=node.pool,
             profile=node.profile,
-            refusal=_refusal(conn, node),
+            refusal=_refusal(conn, node, unproven),
         )
         for node in rows.every(conn, query.order_by(nodes.c.id), Node)
         if node.id not in without
     ]
 
 
-def _refusal(conn: sa.Connection, node: Node) -> str:
-    """Reason code why a node cannot be allocated. "" when it can."""
+def _refusal(conn: sa.Connection, node: Node, unproven: Collection[str]) -> str:
+    """Reason code why a node cannot be allocated. "" when it can.
+
+    unproven: disks that were written off and not wiped since, read once for all nodes.
+    """
     for wrong, reason in (
         (node.mode != NodeMode.BAREMETAL, "not_baremetal"),
         (node.state != NodeState.READY, f"node_{node.state}"),
@@ -142,7 +149,7 @@ def _refusal(conn: sa.Connection, node: Node) -> str:
         _in_use(conn, node.id)
         or (node_records.REINSTALL if node.tenant_machine_ids else "")
         or node_records.firmware_blocker(node)
-        or _unknown(conn, node)
+        or _unknown(conn, node, unproven)
         or _restarting(conn, node.id)
     )
 
@@ -159,8 +166,10 @@ def _in_use(conn: sa.Connection, node_id: str) -> str:
     return "slots_in_use" if rows.first(conn, busy) is not None else ""
 
 
-def _unknown(conn: sa.Connection, node: Node) -> str:
-    """Reason code without a discovery since the last tenant under the current boot (I16)."""
+def _unknown(conn: sa.Connection, node: Node, unproven: Collection[str]) -> str:
+    """Reason code without a discovery since the last tenant under the current boot (I16), or for
+    what that discovery shows.
+    """
     seen = reports.latest_discovery(conn, node.id)
     if seen is None:
         return "not_discovered"
@@ -171,7 +180,11 @@ def _unknown(conn: sa.Connection, node: Node) -> str:
         return "discovery_stale"
     # Its tenant would pay for GPUs that it may not have.
     many = any(blocker.code == GPU_COUNT for blocker in node_blockers(seen.document))
-    return GPU_COUNT if many else ""
+    if many:
+        return GPU_COUNT
+    # Its tenant would be root and could read every disk, not only those of the claim.
+    back = not disk_identities(seen.document).isdisjoint(unproven)
+    return node_records.DISK_NOT_PROVEN if back else ""
 
 
 def _restarting(conn: sa.Connection, node_id: str) -> str:
@@ -457,7 +470,7 @@ def clean(conn: sa.Connection, node_id: str, act: Act, *, without_dead_disks: bo
         )
     dead = _dead_disks(conn, node_id, allocation_id, act) if without_dead_disks else []
     detail = {"written_off": dead}
-    journal.audit(conn, act, "admin.node.machine.clean", "node", node_id, detail=detail)
+    journal.audit(conn, act, slot_life.MACHINE_CLEANED, "node", node_id, detail=detail)
     allocation = rows.get(conn, Allocation, allocation_id)
     node_records.update(conn, node_id, unclean_allocation_id=allocation_id)
     return queue_release(conn, allocation, act, written_off=dead)

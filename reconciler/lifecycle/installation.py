@@ -12,13 +12,14 @@ import sqlalchemy as sa
 
 from reconciler.db import journal, locks, rows
 from reconciler.db.schema import Node, Task, slots
-from reconciler.lifecycle.slots import written_off_holds
+from reconciler.lifecycle.slots import unproven_disks
 from reconciler.model.act import Act
+from reconciler.model.discovery import disk_identities
 from reconciler.model.errors import Problem
 from reconciler.model.states import BY_MAAS, NodeMode, NodeState, TaskKind
 from reconciler.records import nodes as node_records
 from reconciler.records import queue as task_queue
-from reconciler.records import tokens
+from reconciler.records import reports, tokens
 
 # States in which no launch chooses the node, whatever happens to its machine.
 _OUT_OF_USE = (NodeState.ENROLLING, NodeState.MAINTENANCE, NodeState.UNREACHABLE)
@@ -78,13 +79,28 @@ def require_free(conn: sa.Connection, node: Node, kind: TaskKind) -> None:
             found=f"state {node.state}",
             remedy=f"`gpuaas nodes drain {node.id}`, then `gpuaas nodes maintain {node.id}`",
         )
-    dirty = written_off_holds(conn, node.id) if kind == TaskKind.NODE_RELEASE else []
+    if kind == TaskKind.NODE_RELEASE:
+        _require_proven_disks(conn, node.id)
+
+
+def _require_proven_disks(conn: sa.Connection, node_id: str) -> None:
+    """Refuse while a written-off disk may be in the machine: its next user in MAAS could read it.
+
+    A new installation by us needs no proof, because the node stays off sale while the disk is there
+    (`baremetal`), and a host after its tenant must be installed before it can wipe anything.
+    """
+    latest = reports.latest_discovery(conn, node_id)
+    present = disk_identities(latest.document) if latest else set()
+    unproven = unproven_disks(conn).items()
+    # A disk that is not seen may answer again after the next power cycle.
+    dirty = sorted(disk for disk, lost_on in unproven if disk in present or node_id in lost_on)
     if dirty:
         raise Problem(
-            "disk_not_proven",
+            node_records.DISK_NOT_PROVEN,
             expected="a wipe with proof of every disk that a tenant had",
-            found=f"slots that were written off: {', '.join(row['slot_id'] for row in dirty)}",
-            remedy="take the disks out of the machine and return it in MAAS by hand",
+            found=f"disks that were written off: {', '.join(dirty)}",
+            remedy="take a disk that is there over, which wipes it (`gpuaas nodes transition`);"
+            " else take the disks out of the machine and return it in MAAS by hand",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -10,7 +11,8 @@ import sqlalchemy as sa
 
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import advance
-from reconciler.db.schema import Discovery, Node, Slot, history, slots
+from reconciler.db.schema import Discovery, Node, Slot, audit_log, history, slots
+from reconciler.db.schema import proofs as proof_table
 from reconciler.lifecycle import gate as slot_gate
 from reconciler.lifecycle.gate import approved, gate, make_available
 from reconciler.model import approval
@@ -21,7 +23,7 @@ from reconciler.model.discovery import gpu as find_gpu
 from reconciler.model.discovery import pcie_switch
 from reconciler.model.errors import Problem
 from reconciler.model.proof import DEFAULT_POLICY
-from reconciler.model.states import LIVE_CLAIMS, NodeMode, SlotState
+from reconciler.model.states import LIVE_CLAIMS, NodeMode, ProofKind, SlotState
 from reconciler.records import proofs, reports
 from reconciler.records import slots as slot_records
 from reconciler.records.claims import last_holder, of_allocation
@@ -148,7 +150,7 @@ def withdraw(conn: sa.Connection, slot_id: str, act: Act) -> Slot:
     generation = slot.disk_generation + slot_gate.doubted(slot)
     gone = {"retired_at": clock.now(), "wanted": SlotState.DISABLED.value}
     slot_records.update(conn, slot_id, disk_generation=generation, **gone)
-    journal.audit(conn, act, "admin.slot.withdrawn", "slot", slot_id, detail=detail)
+    journal.audit(conn, act, WITHDRAWN, "slot", slot_id, detail=detail)
     return slot_records.get(conn, slot_id)
 
 
@@ -201,6 +203,9 @@ def _refuse_duplicates(conn: sa.Connection, node_id: str, columns: Mapping[str, 
             )
 
 
+# Audited actions that can write a disk off.
+MACHINE_CLEANED, WITHDRAWN = "admin.node.machine.clean", "admin.slot.withdrawn"
+NODE_RETIRED = "admin.node.retire"
 # Holds that a host accepts in a conversion. Earlier conversions have given up the older holds.
 _LEASES = 256
 
@@ -301,6 +306,44 @@ def written_off_holds(conn: sa.Connection, node_id: str) -> list[dict[str, Any]]
         for row in rows.every(conn, query.order_by(history.c.id.desc()).limit(_LEASES))
         if row["evidence"].get("allocation_id")
     ]
+
+
+def unproven_disks(conn: sa.Connection) -> dict[str, set[str]]:
+    """Disks of all nodes that were written off and not wiped with proof since, each with the nodes
+    that it was written off on. It may be back, also in another machine.
+
+    They are read from the audit log, which has an index for actions.
+    """
+    actions = (MACHINE_CLEANED, WITHDRAWN, NODE_RETIRED)
+    columns = (audit_log.c.at, audit_log.c.action, audit_log.c.subject_id, audit_log.c.detail)
+    losses: list[tuple[str, str, float]] = []
+    slot_ids: set[str] = set()
+    query = sa.select(*columns).where(audit_log.c.action.in_(actions))
+    for at, action, subject_id, detail in conn.execute(query):
+        if action == MACHINE_CLEANED:
+            names = [name.removeprefix("disk-") for name in detail.get("written_off", ())]
+            losses += [(disk_identity(name), subject_id, at) for name in names]
+        elif action == NODE_RETIRED:
+            slot_ids.update(detail.get("written_off_slots", ()))
+        elif detail.get("written_off"):
+            slot_ids.add(subject_id)
+    withdrawn = sa.select(slots.c.nvme_identity, slots.c.node_id, slots.c.retired_at)
+    losses += map(tuple, conn.execute(withdrawn.where(slots.c.id.in_(slot_ids))))
+    wiped = dict(
+        conn.execute(
+            sa.select(proof_table.c.disk_identity, sa.func.max(proof_table.c.created_at))
+            .where(
+                proof_table.c.disk_identity.in_({identity for identity, _node, _at in losses}),
+                proof_table.c.kind.in_((ProofKind.WIPE, ProofKind.TRANSITION)),
+            )
+            .group_by(proof_table.c.disk_identity)
+        ).all()
+    )
+    unproven: dict[str, set[str]] = defaultdict(set)
+    for identity, node_id, at in losses:
+        if at >= wiped.get(identity, 0.0):
+            unproven[identity].add(node_id)
+    return dict(unproven)
 
 
 def _died(devices: list[str]) -> str:

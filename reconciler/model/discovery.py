@@ -113,6 +113,11 @@ def disk(document: Document, path: str) -> Document | None:
     return None
 
 
+def disk_identities(document: Document) -> set[str]:
+    """The identities of all disks that the host lists."""
+    return {str(row.get("identity")) for row in section(document, "nvme")}
+
+
 def disk_by_identity(document: Document, identity: str) -> Document | None:
     """The disk with an EUI or NGUID."""
     return next((row for row in section(document, "nvme") if row.get("identity") == identity), None)

@@ -280,6 +280,7 @@ def require_installed(node: Node) -> None:
         )
 
 
+DISK_NOT_PROVEN = "disk_not_proven"
 FIRMWARE_UNVERIFIED = "firmware_unverified"
 FIRMWARE_CHANGED = "firmware_changed"
 

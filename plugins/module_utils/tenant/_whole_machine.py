@@ -67,7 +67,8 @@ def alive(disks: Iterable[Disk]) -> list[Refusal]:
 
 def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
     """Reasons against giving the machine to the tenant: slots, another tenant, disks in use."""
-    blockers = _ledger.others_leased(allocation_id)
+    disks = list(disks)
+    blockers = [*_ledger.others_leased(allocation_id), *_dirty_beside(disks, allocation_id)]
     for disk in disks:
         try:
             there = _block.of_slot(disk)
@@ -82,6 +83,31 @@ def unfit(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
         if not left and not (entry.dirty and entry.allocation_id == allocation_id):
             blockers += [*_written(there, used), *_unproven(there)]
     return blockers
+
+
+def _dirty_beside(disks: Iterable[Disk], allocation_id: str) -> list[Refusal]:
+    """Disks beside the tenant's that hold another tenant's bytes, such as one that was written off
+    and is back. The tenant will be root and can read every disk of the machine.
+    """
+    claimed = {disk_identity(str(disk.get("nvme_eui") or "")) for disk in disks}
+    dirty = [
+        entry
+        for entry in _ledger.entries()
+        if entry.dirty and entry.disk_identity and entry.allocation_id != allocation_id
+    ]
+    there = _block.disks() if dirty else []
+    return [
+        Refusal(
+            "disk_dirty",
+            expected=f"{entry.disk_identity} wiped since its last tenant, or not in the machine",
+            found=f"not wiped in {entry.slot_id} since {entry.dirty_at}",
+            remedy="take the disk out; or install the machine anew and have the disk taken over"
+            " under its identity (storage transition), which wipes it",
+        )
+        for entry in dirty
+        if entry.disk_identity not in claimed
+        and any(disk.is_known_as(entry.disk_identity) for disk in there)
+    ]
 
 
 def remade(disks: Iterable[Disk]) -> list[Refusal]:

@@ -88,6 +88,16 @@ def test_the_life_of_a_lease(host) -> None:
     assert [entry.allocation_id for entry in _ledger.entries()] == ["", ""]
 
 
+def test_a_disk_beside_the_tenants_with_the_bytes_of_another_is_refused(host) -> None:
+    """It was written off with its slot and has come back: the tenant's root would read it."""
+    _ledger.hold("n1-slot-7", fence=3, allocation_id=OTHER, disk_identity=IDENTITY)
+    _ledger.mark_dirty("n1-slot-7", fence=3, disk_identity=IDENTITY)
+    _ledger.give_up("n1-slot-7", fence=4, allocation_id=OTHER, reason="no disk any more")
+    assert code(disks=[]) == "disk_dirty"
+    (host.root / "dev/nvme1n1").unlink()
+    assert lease(disks=[]).failure is None
+
+
 def test_the_ledger_has_one_spelling_of_a_disks_identity(host) -> None:
     lease(disks=[{**DISK, "nvme_eui": EUI.upper()}])
     assert _ledger.load(SLOT).disk_identity == IDENTITY

@@ -134,7 +134,7 @@ class Metal:
     def reason(self) -> str:
         """Why the machine is not given away; "" when it would be."""
         with reading(self.stack.engine) as conn:
-            return baremetal._refusal(conn, nodes.get(conn, NODE))
+            return baremetal._refusal(conn, nodes.get(conn, NODE), ())
 
 
 @pytest.fixture

@@ -11,7 +11,16 @@ from reconciler.db import rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Node, Task
-from reconciler.lifecycle import baremetal, host, launch, maintenance, recovery, task_failures
+from reconciler.lifecycle import (
+    baremetal,
+    host,
+    installation,
+    launch,
+    maintenance,
+    recovery,
+    slots,
+    task_failures,
+)
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import explain_machines
@@ -283,6 +292,71 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         kinds = {proof.kind for proof in wipes.proofs_of_disk(conn, gone)}
         assert kinds <= {"transition"}, "nobody says that it was wiped after its tenant"
         assert allocations.get(conn, key).state == "released"
+
+        # A power cycle brings the disk back, with its tenant's bytes.
+        fresh = {"machine_id": "fresh", "host_key": "ssh-ed25519 fresh"}
+        machines.installed["m1"] = fresh
+        host.enrolled(conn, "m1", machines.act, **fresh)
+        identity = machines.site.document(1)["identity"] | fresh
+        host.bootstrapped(conn, "m1", machines.act, identity=identity)
+        machines.discover(conn, "m1", 1)
+        assert machines.reasons(conn) == {"m1": "disk_not_proven"}
+        assert [place.not_on_sale for place in baremetal.stock(conn).values()] == [1]
+        assert returned(conn, "m1", machines.act) == "disk_not_proven"
+        document["identity"] |= fresh
+        host.record_discovery(conn, "m1", document, machines.act)
+        assert [place.free for place in baremetal.stock(conn).values()] == [1]
+        assert returned(conn, "m1", machines.act) == "disk_not_proven", "it may come back there"
+        machines.discover(conn, "m1", 1)
+        machines.take_over(conn, "m1", gone)
+        assert returned(conn, "m1", machines.act) == ""
+        assert machines.reasons(conn) == {"m1": ""}
+
+
+def returned(conn: sa.Connection, node_id: str, act: Act) -> str:
+    """Code of the refusal to return the machine to MAAS, "" if it may be returned."""
+    nodes.update(conn, node_id, maas={"system_id": "abc"})
+    host.drain(conn, node_id, act)
+    host.maintain(conn, node_id, act)
+    release = (conn, node(conn, node_id), TaskKind.NODE_RELEASE)
+    try:
+        installation.require_free(*release)
+    except Problem as problem:
+        return problem.code
+    finally:
+        host.resume(conn, node_id, act)
+    return ""
+
+
+@pytest.mark.covers("CTRL-15", "I12")
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_disk_of_a_withdrawn_slot_is_not_sold_with_a_whole_machine(
+    sold: Site, moved: bool
+) -> None:
+    """The disk is absent during the conversion and returns, here or in another machine."""
+    machines, act = Machines(sold), sold.act
+    with transaction(sold.engine) as conn:
+        (claim,) = claims.of_allocation(conn, sold.failed(conn))
+        document = sold.document(0)
+        document["nvme"] = [d for d in document["nvme"] if d["identity"] != claim.nvme_identity]
+        host.record_discovery(conn, "n1", document, act)
+        slots.withdraw(conn, claim.slot_id, act)
+        host.convert(conn, "n1", NodeMode.BAREMETAL, act)
+        host.converted(conn, "n1", act)
+        nodes.change(conn, "n1", act, tenant_address="203.0.113.77")
+        host.record_discovery(conn, "n1", document, act)
+        there, number = ("m1", 1) if moved else ("n1", 0)
+        if moved:
+            machines.add(conn, "m1", 1)
+            host.drain(conn, "n1", act)
+        document = sold.document(number)
+        document["nvme"][0]["identity"] = claim.nvme_identity
+        host.record_discovery(conn, there, document, act)
+        assert machines.reasons(conn)[there] == "disk_not_proven"
+        assert returned(conn, there, act) == "disk_not_proven"
+        machines.take_over(conn, there, claim.nvme_identity)
+        assert returned(conn, there, act) == ""
+        assert machines.reasons(conn) == {there: ""}
 
 
 @pytest.mark.covers("CTRL-15")
