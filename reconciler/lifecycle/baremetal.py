@@ -318,7 +318,7 @@ def provision_failed(
     )
     if untouched and _never_in(conn, allocation_id, step):
         node_records.update(conn, allocation.node_id, tenant_machine_ids=[])
-        firmware.forget(conn, allocation.node_id)
+        firmware.restore(conn, allocation.node_id)
     if not untouched:
         left_behind(conn, allocation_id, act, step=step, error=error)
     elif error.get("code") == IN_SLICE_MODE:
@@ -375,9 +375,10 @@ def release_succeeded(
             task_id=task_id,
         )
     node_records.update(conn, node.id, unclean_allocation_id="")
-    firmware.forget_bmc(conn, node.id)
     _name_drift(conn, node.id, allocation_id, evidence)
     if node.tenant_machine_ids:
+        # Without the mark, the report of the BMC is newer than the new installation, and stays.
+        firmware.forget_bmc(conn, node.id)
         why = act.because("a tenant was root on the host")
         tokens.replace_certificates(conn, node.id, "", why)
         installation.queue_after_tenant(conn, node.id, why)

@@ -45,8 +45,18 @@ def forget_bmc(conn: sa.Connection, node_id: str) -> None:
     node_records.update(conn, node_id, firmware_bmc=None)
 
 
+def restore(conn: sa.Connection, node_id: str) -> None:
+    """Undo `remember`, because no tenant was on the machine. The BMC's report still is one from
+    before a tenant, for the next one.
+    """
+    node = rows.get(conn, Node, node_id, lock=True)
+    bmc = node.firmware_bmc or firmware.of_bmc(node.firmware_before or {})
+    node_records.update(conn, node_id, firmware_bmc=bmc)
+    forget(conn, node_id)
+
+
 def forget(conn: sa.Connection, node_id: str) -> None:
-    """Forget the record, because no tenant was on the machine."""
+    """Forget the record, because nothing is left to compare with it."""
     node_records.update(conn, node_id, firmware_before=None, firmware_differences=[])
 
 

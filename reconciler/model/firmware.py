@@ -40,6 +40,15 @@ def merged(host: Mapping[str, Any], redfish: Mapping[str, Any]) -> dict[str, dic
     }
 
 
+def of_bmc(report: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """The part of a merged report that is the BMC's, None without any."""
+    kept = {
+        part: {key: value for key, value in rows.items() if key.split(" ")[0] in REDFISH}
+        for part, rows in report.items()
+    }
+    return kept if any(kept.values()) else None
+
+
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], sections: tuple[str, ...] = HOST + REDFISH
 ) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import Node
 from reconciler.lifecycle import baremetal, firmware, gate, host, launch
 from reconciler.model.act import Act
-from reconciler.model.states import NodeMode
+from reconciler.model.states import NodeMode, TaskState
 from reconciler.records import nodes
 from tests.unit.reconciler.conftest import Site, code
 from tests.unit.reconciler.whole_machines import Machines
@@ -199,6 +199,47 @@ def test_the_bmc_is_believed_while_the_host_is_not(machines: Machines) -> None:
         firmware.record_bmc(conn, "m1", BMC, act)
         assert (names(conn), node(conn).firmware_before) == ([], None)
         assert machines.reasons(conn) == {"m1": ""}
+
+
+def test_a_launch_that_let_no_tenant_in_keeps_the_report_of_the_bmc(machines: Machines) -> None:
+    """A member makes it fail by a user name that the host has."""
+    with transaction(machines.engine) as conn:
+        firmware.record_bmc(conn, "m1", BMC, machines.act)
+        allocation = machines.launch(conn)
+        task = machines.begin(conn, allocation)
+        step = "Look whether the account can be made"
+        error = {"code": "account_taken", "found": "daemon"}
+        baremetal.provision_failed(
+            conn, allocation.id, machines.act, step=step, error=error, untouched=True
+        )
+        machines.end(conn, task, TaskState.FAILED)
+        assert (node(conn).firmware_bmc, node(conn).firmware_before) == (BMC, None)
+        machines.discover(conn, "m1", 1)
+        tenancy(machines, conn)
+        machines.reinstall(conn)
+        assert names(conn) == [(name, "") for name in BMC["sections"]]
+        assert machines.reasons(conn) == {"m1": "firmware_changed"}
+
+
+def test_a_clean_up_of_a_new_installation_keeps_the_report_of_the_bmc(machines: Machines) -> None:
+    act = machines.act
+    with transaction(machines.engine) as conn:
+        firmware.record_bmc(conn, "m1", BMC, act)
+        key = machines.active(conn)
+        launch.release(conn, key, act)
+        task = machines.releasing(conn, key)
+        failed = {"fence": task.parameters["fence"], "step": "Wipe", "error": {"code": "x"}}
+        assert baremetal.release_failed(conn, key, act, **failed)
+        machines.end(conn, task, TaskState.FAILED)
+        machines.reinstall(conn)
+        firmware.record_bmc(conn, "m1", BMC, act)
+        assert node(conn).firmware_before is None
+        baremetal.clean(conn, "m1", act)
+        assert machines.released(conn, key)
+        machines.discover(conn, "m1", 1)
+        tenancy(machines, conn)
+        machines.reinstall(conn)
+        assert machines.reasons(conn) == {"m1": "firmware_changed"}
 
 
 def test_a_report_of_the_bmc_during_a_tenancy_counts_for_nothing(machines: Machines) -> None:
