@@ -119,8 +119,13 @@ def _installed_anew(
         if certificates.cut_off(conn, node.id):
             node_records.require_installed(node)
         return
-    # The old installation ran until now and can have changed the BMC.
-    values: dict[str, Any] = {"tenant_machine_ids": [], "firmware_bmc": None}
+    # The old installation ran until now and can have changed the BMC. What was compared until now
+    # is not the whole comparison, and nobody may accept it as that.
+    values: dict[str, Any] = {
+        "tenant_machine_ids": [],
+        "firmware_bmc": None,
+        "firmware_differences": [],
+    }
     if node.health_detail.get("code") == node_records.DRIFT:
         # Drift of the previous installation.
         values |= gate.HEALTHY

@@ -242,6 +242,20 @@ def test_a_clean_up_of_a_new_installation_keeps_the_report_of_the_bmc(machines: 
         assert machines.reasons(conn) == {"m1": "firmware_changed"}
 
 
+def test_differences_of_the_old_installation_are_not_accepted_for_the_new_one(
+    machines: Machines,
+) -> None:
+    act = machines.act
+    with transaction(machines.engine) as conn:
+        firmware.record_bmc(conn, "m1", BMC, act)
+        tenancy(machines, conn)
+        firmware.record_bmc(conn, "m1", PLANTED, act)
+        assert names(conn) == [("redfish_users", "user 2"), ("redfish_users", "user 4")]
+        host.enrolled(conn, "m1", act, machine_id="fresh", host_key="ssh-ed25519 fresh")
+        assert code(firmware.accept, conn, "m1", act) == "no_firmware_difference"
+        assert node(conn).firmware_before is not None
+
+
 def test_a_report_of_the_bmc_during_a_tenancy_counts_for_nothing(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         firmware.record_bmc(conn, "m1", BMC, machines.act)
