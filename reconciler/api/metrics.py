@@ -155,8 +155,13 @@ def _tables(conn: Connection) -> Iterator[Metric]:
     )
     yield _gauge(
         "gpuaas_drift_seconds",
-        "Time since the last drift check of the slice host that has waited longest.",
+        "Time since the latest drift check that succeeded, of the host where it is longest.",
         drift.overdue_nodes(conn),
+    )
+    yield _gauge(
+        "gpuaas_drift_failing",
+        "Slice hosts whose latest drift check failed, was lost or was canceled.",
+        drift.failing_nodes(conn),
     )
     yield from _drift(conn)
     text = "Packets of active slices that their guards refused, by kind."
@@ -178,11 +183,11 @@ def _drift(conn: Connection) -> Iterator[Metric]:
     for result in drift.latest_results(conn):
         severities.update(row["severity"] for row in result.get("differences", ()))
         repairs += sum(row["times"] for row in result.get("repairs", ()))
-    text = "Differences in the latest drift check of each slice host."
+    text = "Differences in the latest drift check of each slice host that succeeded."
     yield _labelled("gpuaas_drift_differences", text, "severity", severities)
     yield _gauge(
         "gpuaas_drift_repairs",
-        "Repairs of slice hosts by their own upkeep since their boot, as of the latest check.",
+        "Repairs of slice hosts by their own upkeep since their boot, as of the same checks.",
         repairs,
     )
 

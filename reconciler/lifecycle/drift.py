@@ -281,15 +281,14 @@ def latest(conn: sa.Connection, node_id: str) -> Task | None:
 
 def latest_results(conn: sa.Connection) -> Iterator[Mapping[str, Any]]:
     """Result of the latest finished comparison of each slice host."""
-    latest = (
-        sa.select(tasks.c.result)
-        .where(_HAS_COMPARED, tasks.c.node_id == nodes.c.id)
-        .order_by(tasks.c.created_at.desc())
-        .limit(1)
-        .correlate(nodes)
-    )
-    query = sa.select(latest.scalar_subquery()).where(_COMPARED)
+    query = sa.select(_of_latest(tasks.c.result, _HAS_COMPARED)).where(_COMPARED)
     yield from (result for result in conn.execute(query).scalars() if result)
+
+
+def _of_latest(column: sa.Column[Any], which: sa.ColumnElement[bool]) -> sa.ScalarSelect[Any]:
+    """A column of a node's latest comparison that is such; NULL without one."""
+    query = sa.select(column).where(_OF_NODE, which).order_by(tasks.c.created_at.desc())
+    return query.limit(1).correlate(nodes).scalar_subquery()
 
 
 def due(conn: sa.Connection, *, every_s: float, at_once: int) -> list[str]:
@@ -363,11 +362,22 @@ def every_host(conn: sa.Connection) -> list[str]:
 
 
 def overdue_nodes(conn: sa.Connection) -> float:
-    """Age in seconds of the oldest last comparison of a slice host. 0 without slice hosts."""
-    # A host whose last comparison failed was asked, and waits longer for the next one.
-    asked = sa.and_(_COMPARED, sa.not_(_last_failed()))
-    longest = sa.select(clock.now() - sa.func.min(_asked_at())).where(asked)
+    """Age in seconds of the oldest latest comparison of a slice host. 0 without slice hosts.
+
+    Only comparisons that succeeded count, because others have compared nothing.
+    """
+    last = _of_latest(tasks.c.finished_at, _HAS_COMPARED)
+    # One from before a conversion says nothing of the slice host of today.
+    since = sa.case((last > nodes.c.mode_since, last), else_=nodes.c.mode_since)
+    longest = sa.select(clock.now() - sa.func.min(since)).where(_COMPARED)
     return float(conn.execute(longest).scalar() or 0)
+
+
+def failing_nodes(conn: sa.Connection) -> int:
+    """Number of slice hosts whose latest ended comparison failed, was lost or was canceled."""
+    state = _of_latest(tasks.c.state, tasks.c.state.not_in(OPEN))
+    query = sa.select(sa.func.count()).select_from(nodes)
+    return conn.execute(query.where(_COMPARED, state != TaskState.SUCCEEDED)).scalar_one()
 
 
 def queue_comparison(conn: sa.Connection, node_id: str, act: Act) -> Task:
@@ -408,9 +418,7 @@ _OF_NODE = sa.and_(tasks.c.node_id == nodes.c.id, tasks.c.kind == TaskKind.SLICE
 
 def _last_failed() -> sa.ColumnElement[bool]:
     """Whether the last comparison of a node has failed or was lost."""
-    state = sa.select(tasks.c.state).where(_OF_NODE).order_by(tasks.c.created_at.desc()).limit(1)
-    last = sa.func.coalesce(state.correlate(nodes).scalar_subquery(), "")
-    return last.in_(_BROKEN)
+    return sa.func.coalesce(_of_latest(tasks.c.state, sa.true()), "").in_(_BROKEN)
 
 
 _BROKEN = (TaskState.FAILED, TaskState.LOST)

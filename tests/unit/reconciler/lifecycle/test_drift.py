@@ -770,6 +770,9 @@ class TestDue:
         conn.execute(sa.update(table).values(mode_since=table.c.mode_since - seconds))
         made = tables.tasks.c.created_at - seconds
         conn.execute(sa.update(tables.tasks).values(created_at=made))
+        ended = sa.update(tables.tasks).where(tables.tasks.c.finished_at.is_not(None))
+        times = (tables.tasks.c.started_at, tables.tasks.c.finished_at)
+        conn.execute(ended.values({time: time - seconds for time in times}))
 
     def test_every_so_often_the_longest_unseen_first(self, sold: Site) -> None:
         sold.node("n2", (0,), 1)
@@ -889,13 +892,36 @@ class TestDue:
             self.age(conn, DAY_S)
             assert DAY_S <= drift.overdue_nodes(conn) < DAY_S * 2
             drift.queue_comparison(conn, "n1", ADMIN)
+            assert drift.overdue_nodes(conn) >= DAY_S, "it is only queued"
+            sold.finish(conn, TaskKind.SLICE_DRIFT_RECONCILE, TaskState.SUCCEEDED)
             assert drift.overdue_nodes(conn) < 60
-            # One that failed has a longer pause.
-            sold.finish(conn, TaskKind.SLICE_DRIFT_RECONCILE, TaskState.FAILED)
             self.age(conn, DAY_S)
-            assert drift.overdue_nodes(conn) == 0
+            conn.execute(sa.update(tables.nodes).values(mode_since=clock.now()))
+            assert drift.overdue_nodes(conn) < 60, "it was converted since"
+            self.age(conn, DAY_S)
             host.lost(conn, "n1", ADMIN)
             assert drift.overdue_nodes(conn) == 0
+
+    @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.LOST, TaskState.CANCELED])
+    def test_one_that_did_not_succeed_has_compared_nothing(
+        self, sold: Site, state: TaskState
+    ) -> None:
+        kind = TaskKind.SLICE_DRIFT_RECONCILE
+        with transaction(sold.engine) as conn:
+            drift.queue_comparison(conn, "n1", ADMIN)
+            sold.finish(conn, kind, TaskState.SUCCEEDED)
+            assert drift.failing_nodes(conn) == 0
+            self.age(conn, DAY_S)
+            drift.queue_comparison(conn, "n1", ADMIN)
+            sold.finish(conn, kind, state)
+            self.age(conn, 1)
+            drift.queue_comparison(conn, "n1", ADMIN)
+            assert drift.overdue_nodes(conn) >= DAY_S
+            assert drift.failing_nodes(conn) == 1, "also while the next one is open"
+            sold.finish(conn, kind, TaskState.SUCCEEDED)
+            assert drift.overdue_nodes(conn) < 60 and drift.failing_nodes(conn) == 0
+            host.lost(conn, "n1", ADMIN)
+            assert drift.failing_nodes(conn) == 0
 
     def test_a_hosts_own_word_takes_no_place_of_others(self, sold: Site) -> None:
         """It names another difference each minute, and lets its comparisons hang."""
