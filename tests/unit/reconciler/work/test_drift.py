@@ -147,6 +147,30 @@ def test_a_host_without_its_way_out_is_not_sold_until_it_is_mended(
     assert "gpuaas_drift_repairs 2.0" in metrics.exposition(sold.engine).decode()
 
 
+def test_a_stranger_on_a_tenants_slot_is_counted_although_the_slot_is_only_degraded(
+    sold: Site, runs: Runs, attend: Attend, loop: Callable[..., list[Task]]
+) -> None:
+    with transaction(sold.engine) as conn:
+        own = sold.active(conn)
+        (slot,) = (slot for slot in slots.of_node(conn, "n1") if slot.status == "active")
+    bundles = {slot.id: Bundle.of(vars(slot))}
+    holdings = nothing()
+    tenant(holdings, own, bundles)
+    loop()
+    runs.ends(evidence=evidence(sold, holdings))
+    assert attend().result["differences"] == []
+    runs.alive = False
+    strange = nothing()
+    tenant(strange, STRANGER, bundles)
+    holdings["domains"]["found"] += strange["domains"]["found"]
+    loop()
+    runs.ends(evidence=evidence(sold, holdings))
+    attend()
+    text = metrics.exposition(sold.engine).decode()
+    assert 'gpuaas_drift_differences{severity="failed"} 0.0' in text
+    assert "gpuaas_drift_orphans 1.0" in text
+
+
 @pytest.mark.parametrize(("hours", "word"), [(-2, "behind"), (2, "ahead")])
 def test_a_wrong_clock_is_named_and_closes_nothing(
     sold: Site, runs: Runs, attend: Attend, loop: Callable[..., list[Task]], hours: int, word: str
