@@ -179,19 +179,25 @@ def _tables(conn: Connection) -> Iterator[Metric]:
 
 def _drift(conn: Connection) -> Iterator[Metric]:
     severities: Counter[str] = Counter(degraded=0, failed=0)
-    orphans = repairs = 0
+    orphans = repairs = unread = 0
     for result in drift.latest_results(conn):
         differences = result.get("differences", ())
         severities.update(row["severity"] for row in differences)
         # One for each slot that a trace uses.
         orphans += sum(row.get("orphan", False) for row in differences)
         repairs += sum(row["times"] for row in result.get("repairs", ()))
+        unread += len(result.get("unknown", ()))
     text = "Differences in the latest drift check of each slice host that succeeded."
     yield _labelled("gpuaas_drift_differences", text, "severity", severities)
     yield _gauge(
         "gpuaas_drift_orphans",
         "Those of them that are a machine, or another trace of a slice, that should not be there.",
         orphans,
+    )
+    yield _gauge(
+        "gpuaas_drift_unread",
+        "Parts of hosts that the same checks could not read, and in which they found nothing.",
+        unread,
     )
     yield _gauge(
         "gpuaas_drift_repairs",

@@ -231,10 +231,13 @@ def reconcile(
             for what in _of_slot(conn, slot, mine, findings, act, since):
                 done[what].append(slot.id)
     _of_node(conn, node_id, findings, act)
+    repairs = evidence.get("repairs") or {"known": True, "found": []}
+    # They say nothing of slots and of the node's health.
+    unknown = {**findings.unknown, **({} if repairs["known"] else {"repairs": repairs["detail"]})}
     counts = {
         "differences": len(findings.differences),
         "skipped": len(findings.skipped),
-        "unknown": len(findings.unknown),
+        "unknown": len(unknown),
     }
     journal.emit(
         conn,
@@ -248,8 +251,8 @@ def reconcile(
     return {
         "differences": [difference.document() for difference in findings.differences],
         "skipped": list(findings.skipped),
-        "unknown": dict(findings.unknown),
-        "repairs": evidence.get("repairs", {}).get("found", []),
+        "unknown": unknown,
+        "repairs": repairs["found"],
         **done,
     }
 

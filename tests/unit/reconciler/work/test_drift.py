@@ -25,7 +25,7 @@ from reconciler.settings import Settings
 from reconciler.work import loops
 from reconciler.work.loops import LOOPS
 from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.holdings import Holdings, nothing, put, tenant
+from tests.unit.reconciler.holdings import PARTS, Holdings, nothing, put, tenant, unknown
 from tests.unit.reconciler.work.conftest import Attend, Runs, statuses
 from tests.unit.reconciler.work.test_unreachable import SILENT
 
@@ -145,6 +145,26 @@ def test_a_host_without_its_way_out_is_not_sold_until_it_is_mended(
         assert sold.statuses(conn) == ["available", "available"]
         assert nodes.get(conn, "n1").health_state == "healthy"
     assert "gpuaas_drift_repairs 2.0" in metrics.exposition(sold.engine).decode()
+
+
+def test_what_was_not_read_of_a_host_is_counted(
+    sold: Site, runs: Runs, attend: Attend, loop: Callable[..., list[Task]]
+) -> None:
+    holdings = nothing()
+    for part in PARTS:
+        unknown(holdings, part)
+    report = with_upkeep(sold) | {"holdings": holdings}
+    report["repairs"] = {"known": False, "detail": "no record", "found": []}
+    contract.check_result(result(report))
+    loop()
+    runs.ends(evidence=report)
+    ended = attend()
+    assert ended.result["unknown"].keys() == {*PARTS, "repairs"}
+    assert ended.result["unknown"]["repairs"] == "no record"
+    text = metrics.exposition(sold.engine).decode()
+    assert f"gpuaas_drift_unread {len(PARTS) + 1}.0" in text
+    with transaction(sold.engine) as conn:
+        assert "repairs" not in nodes.get(conn, "n1").health_detail["reason"]
 
 
 def test_a_stranger_on_a_tenants_slot_is_counted_although_the_slot_is_only_degraded(
