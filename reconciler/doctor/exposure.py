@@ -7,6 +7,7 @@ them. The API and the gateway are left out, because guests and tenants use them.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from functools import cache
 from urllib.parse import urlsplit
@@ -26,6 +27,8 @@ _SERVICES = ("awx_url", "netbox_url", "maas_url", "ufm_url", "database_url", "re
 # Addresses that a finding names; the remedy is the same for all.
 _NAMED = 20
 _LOOKUP_S = 5.0
+# Of a name that exists, and of an address of IPv6.
+_NO_IPV4 = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
 
 
 def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
@@ -40,17 +43,23 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
     for name in _SERVICES:
         host = urlsplit(str(getattr(settings, name))).hostname or ""
         targets.append((f"GPUAAS_{name.upper()}", host, ""))
+    profiles = sorted({node.profile for node in live} - {""})
+    unresolved = [
+        f"{host} ({name})" for name, host, _ in targets if profiles and _addresses(host) is None
+    ]
+    unread: list[str] = []
     exposed = False
-    for profile in sorted({node.profile for node in live} - {""}):
+    for profile in profiles:
         try:
             offer = Offer.of(hardware_profile(settings.profiles_dir, profile))
-        except Problem:
-            continue  # A finding of the check of the profiles.
+        except Problem as problem:
+            unread.append(f"{profile}.yml ({problem.code})")
+            continue
         users = {node.id for node in live if node.profile == profile}
         reached = [
             f"{address} ({name})"
             for name, host, own in targets
-            for address in _addresses(host)
+            for address in _addresses(host) or ()
             if offer.reaches(address) and users - {own}
         ]
         if reached:
@@ -63,16 +72,29 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
                 f" {settings.profiles_dir / profile}.yml and run the bootstrap playbook on its"
                 " hosts; nothing if a firewall of the site keeps guests away",
             )
-    if not exposed:
+    for what, rows, remedy in (
+        ("not resolved", unresolved, "correct the name, or its name server; then run it again"),
+        ("not read", unread, f"put the profiles into {settings.profiles_dir}, or correct them"),
+    ):
+        if rows:
+            more = f" and {len(rows) - _NAMED} others" if len(rows) > _NAMED else ""
+            yield warn(
+                f"{what}: {', '.join(rows[:_NAMED])}{more}",
+                expected="every name and every profile of a node, to tell what guests reach",
+                remedy=remedy,
+            )
+    if not (exposed or unresolved or unread):
         yield ok("no public address of hosts, BMCs and services that guests reach")
 
 
 @cache
-def _addresses(host: str) -> tuple[str, ...]:
-    """IPv4 addresses of a host, () for a name without any. Guests have no IPv6."""
+def _addresses(host: str) -> tuple[str, ...] | None:
+    """IPv4 addresses of a host, () for a name without any, None for one that was not resolved.
+    Guests have no IPv6.
+    """
     if not host:
         return ()
     try:
         return tuple(names.addresses(host.partition("/")[0], _LOOKUP_S))
-    except (OSError, ValueError):
-        return ()
+    except (OSError, ValueError) as failure:
+        return () if getattr(failure, "errno", None) in _NO_IPV4 else None

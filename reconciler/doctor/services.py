@@ -158,8 +158,13 @@ def fabric(settings: Settings, conn: Connection) -> Iterator[Finding]:
     for name, count in sorted(users.items()):
         try:
             profile = hardware_profile(settings.profiles_dir, name)
-        except Problem:
-            continue  # A finding of the check of the profiles.
+        except Problem as problem:
+            yield warn(
+                f"{name}.yml not read ({problem.code}), in use by nodes: {count}",
+                expected="the profile of each node",
+                remedy=f"put it into {settings.profiles_dir}, or correct it",
+            )
+            continue
         needed = "fabric_route" not in profile.get("not_applicable", ())
         if needed and not profile["fabric"].get("route"):
             yield warn(

@@ -15,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
+from reconciler import names
 from reconciler.backup import MARK
 from reconciler.db import leader
 from reconciler.db import schema as tables
@@ -22,6 +23,7 @@ from reconciler.db import settings as site
 from reconciler.db.engine import reading, transaction
 from reconciler.db.migrations import program_version
 from reconciler.doctor import examine, exposure, installation, services
+from reconciler.doctor.examine import RecordCheck
 from reconciler.pools import hints, leases
 from reconciler.records import images
 from reconciler.service.process import adopt
@@ -245,7 +247,9 @@ def test_a_wrong_setting_is_named(
     (folder / "MANIFEST.json").write_text('{"collection_info": {"version": "0.0.1"}}')
     monkeypatch.setenv(variable, value.format(empty=empty, older=older))
     findings = doctor()
-    assert list(findings) == [check]
+    # Without profiles, these cannot be told.
+    untold = ["fabric", "guest_reach"] if check == "profiles" else []
+    assert list(findings) == [check, *untold]
     assert text in findings[check]["found"]
     assert "canary" not in gpuaas.out
 
@@ -453,6 +457,34 @@ def test_public_addresses_that_guests_reach_are_named(sound: Stack, tmp_path: Pa
     assert found == "guests of lab.yml reach 12.0.0.5 (GPUAAS_AWX_URL)"
     ((status, _found),) = reach(denied_networks=["11.0.0.0/8", "12.0.0.0/8"])
     assert status == "ok"
+
+
+def test_what_was_not_resolved_or_read_is_not_called_unreachable(
+    sound: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(host: str, timeout_s: float) -> list[str]:
+        if host.startswith("awx"):
+            raise TimeoutError
+        return addresses(host, timeout_s)
+
+    def findings(check: RecordCheck) -> list[tuple[str, str]]:
+        with reading(sound.engine) as conn:
+            return [(row.status, row.found) for row in check(settings, conn)]
+
+    addresses = names.addresses
+    monkeypatch.setattr(names, "addresses", look_up)
+    # Guests have no IPv6.
+    urls = {"awx_url": "https://awx.example", "maas_url": "http://[fd00::1]:5240"}
+    settings = sound.settings.model_copy(update=urls)
+    with transaction(sound.engine) as conn:
+        conn.execute(sa.update(tables.nodes).values(profile="lab", address="11.0.0.7"))
+    unresolved = ("warn", "not resolved: awx.example (GPUAAS_AWX_URL)")
+    assert findings(exposure.guest_reach) == [unresolved]
+    settings = settings.model_copy(update={"profiles_dir": tmp_path})
+    unread = ("warn", "not read: lab.yml (profile_unknown)")
+    assert findings(exposure.guest_reach) == [unresolved, unread]
+    fabric = ("warn", "lab.yml not read (profile_unknown), in use by nodes: 1")
+    assert findings(services.fabric) == [fabric]
 
 
 def test_little_room_is_said(sound: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
