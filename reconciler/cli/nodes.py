@@ -175,22 +175,29 @@ def reboot(
 @app.command("plan-firmware")
 def plan_firmware(node: Node, wait: Wait = True) -> None:
     """Show the BIOS settings that must change for slices, and the digest that approves them. Fails
-    if they could not be read.
+    if they could not be read, or cannot all be changed.
     """
     task = tasks.queue(f"/admin/nodes/{node}/firmware", wait=wait)
     if task is None:
         return
     result = task["result"]
     bios = result["bios"]
+    # apply-firmware allows the power cycle.
+    refusals = [
+        row for row in bios.get("refusals", []) if row.get("code") != "power_cycle_not_allowed"
+    ]
+    # Jobs end, and hosts fall idle; these stay.
+    fixed = [row for row in refusals if row.get("code", "").startswith("attribute_")]
+    unplanned = fixed or ([] if result["digest"] else refusals)
     if not output.in_json(result) and bios:
         output.rows(bios.get("differences", []), "name", "subject", "before", "after")
-        # apply-firmware allows the power cycle.
-        refusals = [
-            row for row in bios.get("refusals", []) if row.get("code") != "power_cycle_not_allowed"
-        ]
         if refusals:
             output.rows(refusals, "code", "expected", "found", "remedy")
-        output.line(f"digest {result['digest'] or 'none: nothing to change'}")
+        if not unplanned:
+            output.line(f"digest {result['digest'] or 'none: nothing to change'}")
+    if unplanned:
+        output.line(f"no plan: settings that cannot be changed: {len(unplanned)}")
+        raise typer.Exit(1)
     for check in result["preflight"]["checks"] if not bios else ():
         if check.get("check") == "bios_settings":
             output.line(f"settings not read: {check.get('detail')}; {check.get('remediation')}")

@@ -159,6 +159,8 @@ STAGE = {
     "destroys": False,
 }
 REFUSAL = {"code": "job_in_queue", "expected": "none", "found": "JID_1", "remedy": "let it end"}
+UNKNOWN = {**REFUSAL, "code": "attribute_unknown", "expected": "the BIOS setting LogicalProc"}
+NO_PLAN = "no plan: settings that cannot be changed: 1"
 POWER = {**REFUSAL, "code": "power_cycle_not_allowed"}
 UNREAD = {"check": "bios_settings", "status": "FAIL", "detail": "no key", "remediation": "get it"}
 
@@ -170,6 +172,8 @@ UNREAD = {"check": "bios_settings", "status": "FAIL", "detail": "no key", "remed
         ({"differences": [STAGE], "refusals": [POWER]}, {}, 0, ["LogicalProc", "digest sha256:"]),
         ({"differences": [], "refusals": [], "settled": True}, {}, 0, ["none: nothing to change"]),
         ({"differences": [STAGE], "refusals": [REFUSAL]}, {}, 0, ["JID_1", "let it end"]),
+        ({"differences": [], "refusals": [UNKNOWN]}, {}, 1, ["attribute_unknown", NO_PLAN]),
+        ({"differences": [STAGE], "refusals": [UNKNOWN, POWER]}, {}, 1, [NO_PLAN]),
         ({}, UNREAD, 1, ["not read: no key", "get it"]),
         ({}, {**UNREAD, "status": "PASS", "detail": "not_applicable"}, 0, ["not_applicable"]),
     ],
@@ -192,7 +196,8 @@ def test_a_firmware_plan_shows_what_would_change_and_its_digest(
     shown = gpuaas.out + gpuaas.err
     assert gpuaas.status == status and all(word in shown for word in words), shown
     assert "power_cycle_not_allowed" not in shown, "apply-firmware allows it"
-    assert ("nothing to change" in shown) == (bios.get("differences") == [])
+    assert ("digest" in shown) == bool(bios and status == 0), shown
+    assert ("nothing to change" in shown) == bool(bios.get("settled"))
     gpuaas("nodes", "plan-firmware", NODE, "--output", "json")
     digest = json.loads(gpuaas.out)["digest"]
     assert gpuaas.status == status and bool(digest) == bool(bios.get("differences"))
