@@ -178,9 +178,12 @@ class NoReport(Answer):
 
 
 class LatestDrift(Answer):
-    """The latest finished comparison of host and records; null before the first."""
+    """`task`: the latest finished comparison of host and records; null before the first. `failed`:
+    the latest one of all, if it has ended later without success; else null.
+    """
 
     task: Task | None
+    failed: Task | None
 
 
 LatestDiscovery = TypeAliasType("LatestDiscovery", Discovery | NoReport)
@@ -479,12 +482,14 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
 def latest_drift(node_id: Id, context: Admin) -> LatestDrift:
     """The latest finished comparison. Its result has the `differences`, the parts of the host that
     are `unknown`, with why, the slots and allocations `skipped` because work on them was under way,
-    and the `repairs` of the host's own upkeep since its boot, with times.
+    and the `repairs` of the host's own upkeep since its boot, with times. While `failed` is not
+    null, the host may hold something else by now.
     """
 
     def read(conn: Connection) -> LatestDrift:
         nodes.get(conn, node_id)
-        return LatestDrift.of({"task": drift.latest(conn, node_id)})
+        failed = drift.latest_failure(conn, node_id)
+        return LatestDrift.of({"task": drift.latest(conn, node_id), "failed": failed})
 
     return context.read(read)
 

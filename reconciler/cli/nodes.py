@@ -312,13 +312,19 @@ def drift(
     wait: Wait = True,
 ) -> None:
     """Repair the host's baseline, and compare its slices with the records. Fails if a difference
-    remains.
+    remains, or if comparisons later than the latest one shown failed.
     """
     path = f"/admin/nodes/{node}/drift"
-    task = client().get(path)["task"] if latest else tasks.queue(path, wait=wait)
+    answer = client().get(path) if latest else {"task": tasks.queue(path, wait=wait)}
+    task, failed = answer["task"], answer.get("failed")
+    if failed:
+        code = (failed["error"] or {}).get("code") or failed["state"]
+        output.line(f"later comparisons failed: {code}, `gpuaas tasks show {failed['id']}`")
     if task is None:
         if latest and not output.in_json(None):
             output.line("never compared")
+        if failed:
+            raise typer.Exit(1)
         return
     result = task["result"]
     if not output.in_json(result):
@@ -332,7 +338,7 @@ def drift(
             output.line("mended by the host since its boot:")
             output.rows(repairs, "last_at", "times", "step")
     output.line(f"differences {len(result['differences'])}, unknown {len(result['unknown'])}")
-    if result["differences"] or result["unknown"]:
+    if result["differences"] or result["unknown"] or failed:
         raise typer.Exit(1)
 
 

@@ -282,6 +282,14 @@ def latest(conn: sa.Connection, node_id: str) -> Task | None:
     return rows.first(conn, query.order_by(tasks.c.created_at.desc()), Task)
 
 
+def latest_failure(conn: sa.Connection, node_id: str) -> Task | None:
+    """The latest ended comparison of a node if it failed, was lost or was canceled; else None."""
+    mine = (tasks.c.node_id == node_id, tasks.c.kind == TaskKind.SLICE_DRIFT_RECONCILE)
+    query = sa.select(tasks).where(*mine, tasks.c.state.not_in(OPEN))
+    task = rows.first(conn, query.order_by(tasks.c.created_at.desc()), Task)
+    return None if task is None or task.state == TaskState.SUCCEEDED else task
+
+
 def latest_results(conn: sa.Connection) -> Iterator[Mapping[str, Any]]:
     """Result of the latest finished comparison of each slice host."""
     query = sa.select(_of_latest(tasks.c.result, _HAS_COMPARED)).where(_COMPARED)

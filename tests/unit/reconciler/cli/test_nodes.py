@@ -12,7 +12,7 @@ import pytest
 
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import Task
-from reconciler.lifecycle import host
+from reconciler.lifecycle import drift, host
 from reconciler.model.states import TaskKind
 from reconciler.records import nodes, queue
 from reconciler.work.handler import open_work
@@ -143,6 +143,30 @@ def test_drift_names_what_differs_and_fails(prepared: Stack, gpuaas: Gpuaas, out
     assert ["late", "2", "add_nat", "nat", "rule"] in rows
     assert "not looked at: ports: unknown: late" in gpuaas.err
     assert "work in progress, not judged: s2" in gpuaas.err
+
+
+def test_an_old_comparison_is_no_success_when_later_ones_failed(
+    prepared: Stack, gpuaas: Gpuaas
+) -> None:
+    nothing: dict[str, Any] = {"differences": [], "unknown": {}, "skipped": []}
+    error = {"code": "host_odd", "expected": "x", "found": "y", "remedy": "z"}
+    latest = ("nodes", "drift", NODE, "--latest")
+    gpuaas.at(prepared).ending(prepared, lambda _conn, _task: {"error": error})
+    gpuaas("nodes", "drift", NODE)
+    gpuaas(*latest)
+    assert gpuaas.status == 1
+    assert "later comparisons failed: host_odd, `gpuaas tasks show " in gpuaas.err
+    assert "never compared" in gpuaas.err
+    gpuaas.ending(prepared, lambda _conn, _task: dict(nothing))("nodes", "drift", NODE)
+    gpuaas(*latest)
+    assert (gpuaas.status, "failed" in gpuaas.err) == (0, False)
+    with transaction(prepared.engine) as conn:
+        task = drift.queue_comparison(conn, NODE, ACT)
+        queue.cancel(conn, task.id, ACT)
+    gpuaas(*latest)
+    assert gpuaas.status == 1
+    assert f"later comparisons failed: canceled, `gpuaas tasks show {task.id}`" in gpuaas.err
+    assert "differences 0" in gpuaas.err
 
 
 def test_no_drift_is_no_failure(prepared: Stack, gpuaas: Gpuaas) -> None:
