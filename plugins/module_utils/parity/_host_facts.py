@@ -74,8 +74,11 @@ class _Probe(threading.Thread):
     def __init__(self, network: Mapping[str, Any]) -> None:
         super().__init__()
         self._network = network
-        self._finding: _guest_probe.Finding | Refusal = self._failed("its thread did not begin")
-        self.start()
+        self._finding: _guest_probe.Finding | Refusal = self._failed("its thread did not end")
+
+    def begin(self) -> None:
+        if self.ident is None:
+            self.start()
 
     def run(self) -> None:
         try:
@@ -89,6 +92,7 @@ class _Probe(threading.Thread):
             self._finding = self._failed(f"{type(broken).__name__}: {broken}")
 
     def finding(self) -> _guest_probe.Finding | Refusal:
+        self.begin()
         self.join()
         return self._finding
 
@@ -163,7 +167,7 @@ class Facts:
 
     def begin_guest(self) -> None:
         """Start the guest probe beside the checks that do not wait for it."""
-        _ = self._probe
+        self._probe.begin()
 
     @property
     def guest(self) -> _guest_probe.Finding:
