@@ -480,8 +480,7 @@ def test_a_machine_with_a_disk_that_was_never_wiped_is_not_returned(
 ) -> None:
     """MAAS may give it to any of its users. An installation keeps it here."""
     maas.maintain()
-    holds = {"m1": [{"slot_id": "slot-3", "allocation_id": "a"}]}
-    monkeypatch.setattr(installation, "written_off_holds", lambda _conn, id: holds[id])
+    monkeypatch.setattr(installation, "unproven_disks", lambda _conn: {"eui.5e": {"m1"}})
     assert code(maas.queue, RELEASE) == "disk_not_proven"
     assert maas.queue(DEPLOY).kind == DEPLOY
 
