@@ -264,8 +264,7 @@ def _ready(request: Request) -> str:
 
 
 def _process(row: Record) -> Process:
-    differs = row["live"] and row["version"] != migrations.program_version()
-    return Process.of(row, remedy=leader.OTHER_VERSION if differs else "")
+    return Process.of(row, remedy=leader.other_version(row, migrations.program_version()))
 
 
 _NO_TERM = {"live": False, "holder": "", "epoch": 0, "acquired_at": None, "expires_at": None}

@@ -44,7 +44,7 @@ def in_use(settings: Settings) -> Iterator[None]:
     lost by a restore in any case.
     """
     with _opened(settings) as folder:
-        if not _take(folder, fcntl.LOCK_SH):
+        if not take(folder, fcntl.LOCK_SH):
             raise _restoring(settings)
         yield
 
@@ -55,8 +55,8 @@ def locked(settings: Settings) -> Iterator[None]:
     `service_running` while a service does.
     """
     with _opened(settings) as folder:
-        if not _take(folder, fcntl.LOCK_EX):
-            if not _take(folder, fcntl.LOCK_SH):
+        if not take(folder, fcntl.LOCK_EX):
+            if not take(folder, fcntl.LOCK_SH):
                 raise _restoring(settings)
             raise Problem(
                 "service_running",
@@ -78,7 +78,8 @@ def _opened(settings: Settings) -> Iterator[int]:
         os.close(folder)
 
 
-def _take(folder: int, kind: int) -> bool:
+def take(folder: int, kind: int) -> bool:
+    """Lock an open folder; False while another process has it in a way that excludes this."""
     try:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -28,7 +28,7 @@ import sqlalchemy as sa
 from psycopg.pq import Conninfo
 from sqlalchemy import Engine
 
-from reconciler.backup import refuse_unfinished_restore
+from reconciler.backup import refuse_unfinished_restore, take
 from reconciler.db import migrations, postgresql
 from reconciler.db.engine import open_existing
 from reconciler.db.settings import AUTHORITIES
@@ -115,18 +115,18 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def work_folder(parent: Path) -> Iterator[Path]:
-    """A folder for the parts of a backup, locked. Those of killed backups are removed: they hold
+def work_folder(parent: Path, prefix: str = _WORK_PREFIX) -> Iterator[Path]:
+    """A folder for the parts of a backup, locked. Those of killed processes are removed: they hold
     the database and private keys.
     """
-    for leftover in parent.glob(f"{_WORK_PREFIX}*"):
+    for leftover in parent.glob(f"{prefix}*"):
         with _sole(leftover) as free:
             if free:
                 shutil.rmtree(leftover)
     while True:
         with (
             tempfile.TemporaryDirectory(
-                prefix=_WORK_PREFIX, dir=parent, ignore_cleanup_errors=True
+                prefix=prefix, dir=parent, ignore_cleanup_errors=True
             ) as name,
             _sole(Path(name)) as held,
         ):
@@ -146,13 +146,7 @@ def _sole(folder: Path) -> Iterator[bool]:
         return
     try:
         own = os.fstat(descriptor).st_uid == os.geteuid()
-        if own:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = own
-    except BlockingIOError:
-        locked = False
-    try:
-        yield locked
+        yield own and take(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 

@@ -12,10 +12,6 @@ Runs may have ended since the backup, and tenants may have come and gone. Theref
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +55,7 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
     repeated = backup_in_progress(settings) == backup
     if trust.exists() and not repeated:
         raise _not_empty(f"{trust} exists")
-    with work_folder(settings) as folder:
+    with archive.work_folder(state, _WORK_PREFIX) as folder:
         manifest = archive.read(file, folder)
         engine = open_engine(settings.database)
         try:
@@ -92,15 +88,6 @@ def _restore(settings: Settings, file: Path) -> dict[str, Any]:
         (state / MARK).unlink()
     missing = {"rights_not_restored": f"{rights}; {_RIGHTS_AGAIN}"} if rights else {}
     return {**manifest, "revision": revision, **done, **accepted, **missing}
-
-
-@contextmanager
-def work_folder(settings: Settings) -> Iterator[Path]:
-    """A folder for the unpacked backup. Folders of killed restores are removed: they hold keys."""
-    for leftover in settings.state_dir.glob(f"{_WORK_PREFIX}*"):
-        shutil.rmtree(leftover)
-    with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=settings.state_dir) as folder:
-        yield Path(folder)
 
 
 def _digest(file: Path) -> str:

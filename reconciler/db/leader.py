@@ -150,10 +150,6 @@ def read(conn: sa.Connection, name: str) -> Record | None:
 # A process without a sign of life for longer counts as dead. A lower value reports live processes
 # as dead while the database is busy; a higher value reports dead processes as live for longer.
 STALE_S = 20.0
-# An older process that was not stopped does its work by rules that no longer hold.
-OTHER_VERSION = (
-    "stop it with SIGTERM or by its unit, then start the version to which the database was migrated"
-)
 # The row of an ended process is kept this long.
 FORGET_S = 86_400.0
 
@@ -185,6 +181,18 @@ def processes(conn: sa.Connection) -> list[Record]:
     query = sa.select(table, age).where(table.c.seen_at > 0)
     recorded = rows.every(conn, query.order_by(table.c.started_at.desc()))
     return [{**row, "live": row["age_s"] < STALE_S} for row in recorded]
+
+
+def other_version(process: Record, version: str) -> str:
+    """What to do about a live process of another version than this; "" for any other process. An
+    older one that was not stopped does its work by rules that no longer hold.
+    """
+    if not process["live"] or process["version"] == version:
+        return ""
+    return (
+        "stop it with SIGTERM or by its unit, then start the version to which the database was"
+        " migrated"
+    )
 
 
 def live_roles(conn: sa.Connection) -> dict[str, int]:

@@ -127,12 +127,13 @@ def _settings() -> Iterator[Finding]:
     except OSError as closed:
         text = f"{config_file()} cannot be read: {closed.strerror}"
         remedy = "give it the service's group and mode 640; if the file does not exist, correct"
-        remedy = f"{remedy} {CONFIG_FILE_VARIABLE}"
         findings.append(
             fail(
                 text,
                 expected="a file that the service's user can read, with one NAME=value per line",
-                remedy="correct the line" if closed.errno == errno.EILSEQ else remedy,
+                remedy="correct the line"
+                if closed.errno == errno.EILSEQ
+                else f"{remedy} {CONFIG_FILE_VARIABLE}",
             )
         )
     else:

@@ -322,13 +322,14 @@ def image_files(settings: Settings, conn: Connection) -> Iterator[Finding]:
 
 def processes(_settings: Settings, conn: Connection) -> Iterator[Finding]:
     """A process of each role runs, and all are of this version."""
+    version = migrations.program_version()
     for process in leader.processes(conn):
-        if process["live"] and process["version"] != migrations.program_version():
+        if remedy := leader.other_version(process, version):
             yield warn(
                 f"process {process['pid']} on {process['host']}"
                 f" ({', '.join(process['roles']) or 'no role'}): version {process['version']}",
-                expected=f"processes of version {migrations.program_version()}",
-                remedy=leader.OTHER_VERSION,
+                expected=f"processes of version {version}",
+                remedy=remedy,
             )
     live = leader.live_roles(conn)
     for role in NEEDED:

@@ -57,6 +57,11 @@ class Entry:
     gpu_used: bool = False
     power_fence: int = 0
 
+    @property
+    def used(self) -> bool:
+        """Whether an allocation has the slot, or a tenant's bytes may be on its disk."""
+        return self.dirty or bool(self.allocation_id)
+
     def document(self) -> dict[str, Any]:
         """The entry in the form of its file and the run contract."""
         document = asdict(self)

@@ -118,7 +118,7 @@ def read() -> State:
         used=tuple(
             _disk.by_id_of(entry.disk_identity).removeprefix("/dev/")
             for entry in _ledger.entries()
-            if entry.disk_identity and (entry.dirty or entry.allocation_id)
+            if entry.disk_identity and entry.used
         ),
     )
 

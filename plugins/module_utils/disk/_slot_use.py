@@ -12,7 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk._disk import Dis
 def in_use(disk_identity: str) -> list[str]:
     """Slots with a hold on the disk, or whose tenant's bytes may still be on it."""
     entries = [entry for entry in _ledger.entries() if entry.disk_identity == disk_identity]
-    return [entry.slot_id for entry in entries if entry.dirty or entry.allocation_id]
+    return [entry.slot_id for entry in entries if entry.used]
 
 
 def refusals(disk: Disk, slot_id: str) -> list[Refusal]:

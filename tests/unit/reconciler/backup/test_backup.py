@@ -411,7 +411,7 @@ def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"
     file.write_bytes(b"of no matter")
-    with locked(new), restoring.work_folder(new) as folder:
+    with locked(new), archive.work_folder(new.state_dir, ".restore-") as folder:
         with pytest.raises(Problem, match="another restore that is running"):
             restore(new, file)
         assert folder.exists()
