@@ -152,7 +152,7 @@ async def ask_again(api: FastAPI, request: Request) -> Response | None:
 
 def _ask(request: Request, settings: Settings, endpoint: str, after: str) -> Response:
     page = after if len(after) <= _LONGEST else START
-    login = f"{int(time.time())}.{secrets.token_urlsafe(32)}.{quote(page, safe='')}"
+    login = f"{time.time_ns() // 1_000_000}.{secrets.token_urlsafe(32)}.{quote(page, safe='')}"
     state = _derived(login, "state")
     challenge = _encoded(sha256(_derived(login, "verifier").encode()).digest())
     target = httpx.URL(endpoint).copy_merge_params(
@@ -182,7 +182,7 @@ def _drop_oldest(request: Request, answer: Response, room: int) -> None:
     """Drop the oldest logins of the browser that have no room beside a new one."""
     plain = {name.removeprefix("__Host-"): value for name, value in request.cookies.items()}
     logins = {name: login for name, login in plain.items() if name.startswith(_COOKIE)}
-    # A login begins with its time.
+    # A login begins with its time, in milliseconds: a restored browser opens several in a second.
     for name, login in sorted(logins.items(), key=lambda row: row[1], reverse=True):
         room -= len(name) + len(login)
         if room < 0:
@@ -237,7 +237,8 @@ def _begun(request: Request, state: str) -> tuple[str, str]:
     begun_at, _, rest = login.partition(".")
     if not hmac.compare_digest(state.encode(), _derived(login, "state").encode()):
         raise _failed("the answer to a login that this browser began", "another state")
-    age = time.time() - int(begun_at) if re.fullmatch(r"[0-9]{1,12}", begun_at) else LOGIN_S + 1
+    begun_ms = int(begun_at) if re.fullmatch(r"[0-9]{1,15}", begun_at) else 0
+    age = time.time() - begun_ms / 1000
     # Another machine of the site, whose clock differs, may have begun it.
     if not -60 <= age <= LOGIN_S:
         raise _failed(f"the answer within {LOGIN_S:.0f} seconds", "a login that began earlier")
