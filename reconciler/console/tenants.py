@@ -13,6 +13,7 @@ from reconciler.api.app import PREFIX
 from reconciler.console import charts, forms, guard
 from reconciler.console.stream import Part
 from reconciler.console.visit import Document, Refused, Visit
+from reconciler.model import cloud_config
 from reconciler.model.jobs import JobStatus
 from reconciler.model.states import AppSlug, AppStatus
 from reconciler.records import ssh_keys
@@ -267,6 +268,7 @@ async def launch(visit: Visit) -> Response:
         without_key=visit.query("step")["step"] == "review" and not given,
         fields=[(name, values[name.partition(":")[0]]) for name in (*_FIELDS, _KEYS)],
         curl=_curl(visit, project, body),
+        cloud_config_keys=cloud_config.KEYS,
     )
 
 

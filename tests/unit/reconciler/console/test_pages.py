@@ -44,7 +44,7 @@ from reconciler.inventory import maas_sync, readings, sync
 from reconciler.inventory.compare import Finding
 from reconciler.lifecycle import host, slices
 from reconciler.model.jobs import Outcome
-from reconciler.model.states import NodeMode, TaskState
+from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.pools import control
 from reconciler.records import images as image_records
 from reconciler.records import leasing, queue, ssh_sessions
@@ -362,12 +362,23 @@ def test_launch_to_release_without_scripts(
         text = member.get(page, params={**values, "step": step}).text
         assert f"{several}{', by the slot that it gets' if step == 'review' else ''}" in text
     form = Page(answer.text).form("POST /projects/demo/allocations")
-    launched = member.send(page, form)
+    # What is no cloud-config is refused, and shown again for a correction.
+    typed = "runcmd: [<date>]"
+    again = member.send(page, form, user_data=typed)
+    assert again.status_code == 422
+    assert "user_data_invalid" in again.text
+    assert f">{html.escape(typed)}</textarea>" in again.text
+    form = Page(again.text).form("POST /projects/demo/allocations")
+    launched = member.send(page, form, user_data=f"#cloud-config\r\n{typed}\r\n")
     assert launched.status_code == 303
     mine = launched.headers["Location"]
     assert mine.startswith("/console/projects/demo/allocations/")
+    with transaction(selling.engine) as conn:
+        (task,) = queue.every(conn, kind=TaskKind.SLICE_VM_PROVISION)
+    assert task.parameters["tenant_data"] == {"runcmd": ["<date>"]}
     # A second click, or a reload, finds the first machine.
-    assert member.send(page, form).headers["Location"] == mine
+    once_more = member.send(page, form, user_data=f"#cloud-config\r\n{typed}\r\n")
+    assert once_more.headers["Location"] == mine
     allocation_id = mine.rsplit("/", 1)[1]
     waits = member.get(mine).text
     assert "Waits" in waits and "the service starts it as soon as a worker is free" in waits
