@@ -6,8 +6,8 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +27,7 @@ ACCELERATOR_VARIABLE = "GPUAAS_LAB_ACCEL"
 ACCELERATORS = ("kvm", "tcg")
 
 
-def up(*, fresh: bool = False) -> state.Lab:
+def up(*, fresh: bool = False, lost_gpus: Collection[int] = ()) -> state.Lab:
     """Boot the lab of this folder and wait for SSH. A running lab is returned as it is."""
     folder = lab_folder()
     existing = state.load(folder)
@@ -45,6 +45,7 @@ def up(*, fresh: bool = False) -> state.Lab:
         _free_port(existing.ssh_port if existing else None),
         cpus_per_node=int(os.environ.get("GPUAAS_LAB_CPUS_PER_NODE", "1")),
         memory_mib=int(os.environ.get("GPUAAS_LAB_MEMORY_MIB", "6144")),
+        lost_gpus=frozenset(lost_gpus),
     )
     if fresh:
         disks.remove(machine, system=True)
@@ -202,6 +203,25 @@ def power_cut(*, restart: bool = False) -> None:
     qmp.execute(Path(lab.qmp), "system_reset" if restart else "quit")
     if not restart and not _gone(lab, 30):
         raise LabError(f"QEMU (pid {lab.pid}) did not end on QMP quit; see {lab.folder}/qemu.log")
+
+
+@contextmanager
+def forgetful_gpus() -> Iterator[None]:
+    """Let no GPU of the lab host keep what is written to its memory: all they read and write is at
+    their guest's first address, which no guest uses.
+    """
+    _set_dma_mask(0)
+    try:
+        yield
+    finally:
+        _set_dma_mask(topology.EDU_DMA_MASK)
+
+
+def _set_dma_mask(mask: int) -> None:
+    qemu = Path(state.running().qmp)
+    for index in range(len(topology.GPU_NODES)):
+        path = f"/machine/peripheral/gpu{index}"
+        qmp.execute(qemu, "qom-set", path=path, property="dma_mask", value=mask)
 
 
 def reset_disks() -> None:

@@ -10,16 +10,17 @@ from typing import Any
 from lab.command import LabError
 
 
-def execute(path: Path, command: str, *, timeout: float = 10) -> dict[str, Any]:
+def execute(path: Path, command: str, *, timeout: float = 10, **arguments: Any) -> dict[str, Any]:
     """Send a command and return its answer; `quit` may end without an answer."""
+    asked = {"execute": command, **({"arguments": arguments} if arguments else {})}
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)
             connection.connect(str(path))
             stream = connection.makefile("rw", encoding="utf-8", newline="\n")
             stream.readline()
-            for request in ("qmp_capabilities", command):
-                stream.write(json.dumps({"execute": request}) + "\n")
+            for request in ({"execute": "qmp_capabilities"}, asked):
+                stream.write(json.dumps(request) + "\n")
                 stream.flush()
                 answer = _answer(stream)
     except OSError as error:

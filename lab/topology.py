@@ -50,7 +50,7 @@ DATA_DISK_MIB = 4096
 
 @dataclass(frozen=True)
 class Machine:
-    """A lab host: its files, ports and size."""
+    """A lab host: its files, ports and size. Lost GPUs, by index, are not there at this boot."""
 
     folder: Path
     firmware_code: Path
@@ -58,6 +58,7 @@ class Machine:
     ssh_port: int
     cpus_per_node: int = 1
     memory_mib: int = 6144
+    lost_gpus: frozenset[int] = frozenset()
     extra: list[str] = field(default_factory=list)
 
     @property
@@ -102,7 +103,7 @@ def arguments(machine: Machine) -> list[str]:
         *_bridges(),
         *_os_disk(machine),
         *_data_disks(machine),
-        *_gpus(),
+        *_gpus(machine),
         *_fabric(),
         *_management(machine),
         *_channels(machine),
@@ -188,10 +189,12 @@ def _data_disks(machine: Machine) -> list[str]:
     return words
 
 
-def _gpus() -> list[str]:
+def _gpus(machine: Machine) -> list[str]:
     words: list[str] = []
     for index, node in enumerate(GPU_NODES):
         words += _port(f"gpu{index}", node, 20 + index)
+        if index in machine.lost_gpus:
+            continue
         words += ["-device", f"edu,id=gpu{index},bus=port.gpu{index},dma_mask={EDU_DMA_MASK:#x}"]
     return words
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab import canary
+from lab import canary, machine
 from lab.command import LabError
 from lab.demo.report import Evidence
 from lab.demo.stage import TASK_DEADLINE_S, Stage
@@ -20,16 +20,6 @@ from reconciler.runs.ssh import SshAccess, options
 from reconciler.trust.ca import known_hosts, open_trust, operator_identity
 
 USER = "tenant"
-# The tenant's own cloud-config, which hides the GPU from the guest's probe. Removing the GPU would
-# change the memory map under a running guest; QEMU's emulation may crash (docs/plan.md).
-WITHOUT_GPU = """\
-#cloud-config
-write_files:
-- path: /etc/systemd/system/gpuaas-readiness.service.d/hide-gpu.conf
-  content: |
-    [Service]
-    TemporaryFileSystem=/sys/bus/pci/devices
-"""
 # The guest's first line, the next measurement of the host, and the next question to the host.
 TELEMETRY_S = 300
 # An emulated host answers the gateway late while it starts another guest; nothing has run then.
@@ -139,13 +129,14 @@ def wipe_proof(stage: Stage) -> Evidence:
 
 
 def blocked(stage: Stage) -> Evidence:
-    """Launch a VM whose GPU does not compute: it fails and its slot is blocked."""
-    allocation = launch(stage, user_data=WITHOUT_GPU)
-    ended = wait_for(stage, allocation["id"], {"active", "failed"})
+    """Launch a VM on a GPU that loses what it is given: it fails and its slot is blocked."""
+    with machine.forgetful_gpus():
+        allocation = launch(stage)
+        ended = wait_for(stage, allocation["id"], {"active", "failed"})
     slot = slot_of(stage, ended)
     if ended["state"] != "failed" or slot["status"] != "cleanup_blocked":
         raise LabError(f"expected failed and cleanup_blocked; found {ended['state']}, {slot}")
-    if not ended["error"]["found"].startswith("gpu_compute: "):
+    if ended["error"]["code"] != "probe_failed":
         raise LabError(f"expected a GPU that does not compute; found {why(stage, ended)}")
     stage.facts["blocked"] = ended
     return {

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,13 +143,13 @@ def reboot(stage: Stage) -> None:
     _ansible(stage, [*words, "-a", f"reboot_timeout={_BOOT_S - 100}"], _BOOT_S)
 
 
-def power_cut(stage: Stage) -> None:
+def power_cut(stage: Stage, *, lost_gpus: Collection[int] = ()) -> None:
     """Cut the power and restore it; the host gets no warning. Return once SSH answers."""
     before = stage.host()
     os.kill(before.pid, signal.SIGKILL)
     while before.alive():
         time.sleep(0.1)
-    stage.lab = machine.up()
+    stage.lab = machine.up(lost_gpus=lost_gpus)
     if stage.lab.ssh_port != before.ssh_port:
         stage.api().patch(stage.path(), {"port": stage.lab.ssh_port})
 

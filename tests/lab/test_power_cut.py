@@ -1,4 +1,4 @@
-"""Power cuts of the slice host while a VM is built, removed and wiped (I12, I13).
+"""Power cuts of the slice host while a VM is built, removed and wiped (I12, I13), and runs.
 
 Plays on the host that test_upkeep.py left: two slots, bound and available. After each cut the host
 comes back by itself, its interrupted work counts as unknown, and a command brings the slot back.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 
 from lab.demo import slice_steps
 from lab.demo.stage import Stage
@@ -60,6 +62,54 @@ def test_power_is_lost_while_a_tenant_is_removed(stage: Stage, story: Chapter, s
     _comes_back(stage, key)
 
 
+@pytest.mark.covers("HOST-8", "I14", "SLICE-8")
+def test_power_comes_back_without_the_gpu_of_a_slice(stage: Stage, story: Chapter) -> None:
+    """Its slice is named and stays off, the other one starts. With the GPU back, both run."""
+    story.needs("prepared")
+    launched = [slice_steps.launch(stage) for _ in range(2)]
+    slices = [slice_steps.wait_for(stage, each["id"], {"active", "failed"}) for each in launched]
+    assert [each["state"] for each in slices] == ["active", "active"]
+    stage.facts["allocation"] = slices[0]
+    gpus = [slice_steps.slot_of(stage, each)["gpu_pci_address"] for each in slices]
+    lost = sorted(_gpus(stage)).index(gpus[0])
+    byhand.power_cut(stage, lost_gpus=[lost])
+    assert _gpus(stage) & set(gpus) == {gpus[1]}
+    _await_ready(stage)
+    prove_again(stage)
+    ended = [_powered(stage, each["id"]) for each in slices]
+    assert [each["state"] for each in ended] == ["active", "active"]
+    assert gpus[0] in ended[0]["error"]["found"], ended[0]["error"]
+    assert ended[1]["error"] == {}
+    assert slice_steps.slot_of(stage, slices[0])["health_state"] == "failed"
+    domains = [_object_names.domain_name(each["id"]) for each in slices]
+    assert [_domain_state(stage, domain) for domain in domains] == ["shut off", "running"]
+    byhand.power_cut(stage)
+    _await_ready(stage)
+    prove_again(stage)
+    assert [_powered(stage, each["id"])["error"] for each in slices] == [{}, {}]
+    assert [_domain_state(stage, domain) for domain in domains] == ["running", "running"]
+    for each in slices:
+        stage.facts["allocation"] = stage.api().get(f"/admin/allocations/{each['id']}")
+        assert slice_steps.release(stage)["slots"] == ["available"]
+
+
+def _gpus(stage: Stage) -> set[str]:
+    found = stage.on_host("sh", "-c", "'grep -lx 0x11e8 /sys/bus/pci/devices/*/device'")
+    return {Path(line).parent.name for line in found.split()}
+
+
+def _domain_state(stage: Stage, domain: str) -> str:
+    return stage.on_host("virsh", "domstate", domain).strip()
+
+
+def _powered(stage: Stage, allocation_id: str) -> dict[str, Any]:
+    """The allocation once its newest task has ended, well or not."""
+    path = f"/admin/allocations/{allocation_id}"
+    stage.api().wait(stage.api().get(path)["task_ids"][-1], deadline_s=STEP_DEADLINE_S)
+    ended: dict[str, Any] = stage.api().get(path)
+    return ended
+
+
 def _begun(stage: Stage, allocation_id: str, step: str) -> str:
     """Return the allocation's newest task, once its run has begun this step on the host."""
     end = time.monotonic() + STEP_DEADLINE_S
@@ -93,11 +143,15 @@ def _ledger(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _comes_back(stage: Stage, allocation_id: str) -> None:
+def _await_ready(stage: Stage) -> None:
     end = time.monotonic() + BACK_DEADLINE_S
     while (state := stage.api().get(stage.path())["state"]) != "ready":
         assert time.monotonic() < end, f"the node is still {state}"
         time.sleep(2)
+
+
+def _comes_back(stage: Stage, allocation_id: str) -> None:
+    _await_ready(stage)
     # The first discovery reports another boot id, under which the host has no proof: nothing is
     # sold.
     stage.task(stage.path("/slice-topology/discovery"))

@@ -39,6 +39,12 @@ _SAMPLE_BYTES = 64 << 20
 # Registers of QEMU's edu device, the stand-in for a GPU (QEMU: docs/specs/edu.rst).
 _EDU = ("0x1234", "0x11e8")
 _EDU_LIVENESS, _EDU_FACTORIAL, _EDU_STATUS, _EDU_BYTES = 0x04, 0x08, 0x20, 4096
+_EDU_SOURCE, _EDU_TARGET, _EDU_COUNT, _EDU_COMMAND = 0x80, 0x88, 0x90, 0x98
+_EDU_RUN, _EDU_TO_MEMORY, _EDU_BUFFER = 0x1, 0x2, 0x40000
+# A page has room for both ends of a copy.
+_EDU_SAMPLE = 2048
+# The command register of PCI's configuration space, and its bit that lets a device reach memory.
+_COMMAND, _BUS_MASTER = 0x04, 0x4
 
 Values = dict[str, float]
 
@@ -121,34 +127,96 @@ def _cuda() -> Values:
 
 
 def _edu() -> Values:
-    """Each edu device computes 10!. Its registers are left as a scrub leaves them."""
+    """Each edu device computes 10! and keeps what is written to its buffer. It is left as a scrub
+    leaves it.
+    """
     gpus = 0
     for device in sorted(_DEVICES.iterdir()):
         if tuple((device / name).read_text().strip() for name in ("vendor", "device")) != _EDU:
             continue
         (device / "enable").write_text("1")
+        _let_reach_memory(device)
         descriptor = os.open(device / "resource0", os.O_RDWR | os.O_SYNC)
-        with mmap.mmap(descriptor, _EDU_BYTES) as page, memoryview(page).cast("I") as words:
+        with mmap.mmap(descriptor, _EDU_BYTES) as registers:
             os.close(descriptor)
-            inverse = 0xFFFFFFFF - _edu_store(words, _EDU_LIVENESS, 0x12345678)
-            factorial = _edu_store(words, _EDU_FACTORIAL, 10)
-            _edu_store(words, _EDU_LIVENESS, 0xFFFFFFFF)
-            _edu_store(words, _EDU_FACTORIAL, 0)
-        if (inverse, factorial) != (0x12345678, 3628800):
-            raise Failed(f"{device.name} computes {factorial} for 10!")
+            with memoryview(registers) as view, view.cast("I") as words, view.cast("Q") as longs:
+                _edu_computes(device.name, words)
+                _edu_remembers(device.name, words, longs)
         gpus += 1
-    return {"gpus": gpus, "memory_bytes": gpus * _EDU_BYTES}
+    return {"gpus": gpus, "memory_bytes": gpus * 2 * _EDU_SAMPLE}
+
+
+def _let_reach_memory(device: Path) -> None:
+    with (device / "config").open("r+b", buffering=0) as config:
+        config.seek(_COMMAND)
+        command = int.from_bytes(config.read(2), "little") | _BUS_MASTER
+        config.seek(_COMMAND)
+        config.write(command.to_bytes(2, "little"))
+
+
+def _edu_computes(name: str, words: memoryview) -> None:
+    inverse = 0xFFFFFFFF - _edu_store(words, _EDU_LIVENESS, 0x12345678)
+    factorial = _edu_store(words, _EDU_FACTORIAL, 10)
+    _edu_store(words, _EDU_LIVENESS, 0xFFFFFFFF)
+    _edu_store(words, _EDU_FACTORIAL, 0)
+    if (inverse, factorial) != (0x12345678, 3628800):
+        raise Failed(f"{name} computes {factorial} for 10!")
+
+
+def _edu_remembers(name: str, words: memoryview, longs: memoryview) -> None:
+    """Copy a pattern into both halves of the buffer and back, then zeros."""
+    lower, upper = _EDU_BUFFER, _EDU_BUFFER + _EDU_SAMPLE
+
+    def copy(source: int, target: int, command: int = 0) -> None:
+        longs[_EDU_SOURCE // 8], longs[_EDU_TARGET // 8] = source, target
+        longs[_EDU_COUNT // 8] = _EDU_SAMPLE
+        longs[_EDU_COMMAND // 8] = command | _EDU_RUN
+        _edu_wait(words, _EDU_COMMAND)
+
+    with mmap.mmap(-1, _EDU_BYTES) as page:
+        base, pattern = _physical_address(page), os.urandom(_EDU_SAMPLE)
+        for half in (lower, upper):
+            page[:_EDU_SAMPLE] = pattern
+            copy(base, half)
+            copy(half, base + _EDU_SAMPLE, _EDU_TO_MEMORY)
+            kept = page[_EDU_SAMPLE:] == pattern
+            page[:] = bytes(_EDU_BYTES)
+            copy(base, half)
+            if not kept:
+                raise Failed(f"{name} does not keep what is written to its memory")
+
+
+def _physical_address(page: mmap.mmap) -> int:
+    """The page's address on the bus: a guest has no IOMMU. It is locked until it is unmapped."""
+    anchor = ctypes.c_char.from_buffer(page)
+    address = ctypes.addressof(anchor)
+    del anchor
+    page[:] = bytes(_EDU_BYTES)
+    if ctypes.CDLL(None, use_errno=True).mlock(ctypes.c_void_p(address), _EDU_BYTES):
+        raise OSError(ctypes.get_errno(), "mlock")
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        pagemap.seek(address // _EDU_BYTES * 8)
+        entry = int.from_bytes(pagemap.read(8), "little")
+    frame = entry & ((1 << 55) - 1)
+    if not entry >> 63 or not frame:
+        raise Failed("the kernel hides where memory is: the probe runs as root")
+    return frame * _EDU_BYTES
 
 
 def _edu_store(words: memoryview, register: int, value: int) -> int:
     """Write a register, and read it when the device no longer computes."""
     words[register // 4] = value
-    end = time.monotonic() + 20
-    while words[_EDU_STATUS // 4] & 1:
-        if time.monotonic() > end:
-            raise Failed("the device computes for 20 s without an end")
-        time.sleep(0.01)
+    _edu_wait(words, _EDU_STATUS)
     return int(words[register // 4])
+
+
+def _edu_wait(words: memoryview, register: int) -> None:
+    """Wait for the register's first bit, by which the device says that it works, to be cleared."""
+    end = time.monotonic() + 20
+    while words[register // 4] & 1:
+        if time.monotonic() > end:
+            raise Failed("the device works for 20 s without an end")
+        time.sleep(0.01)
 
 
 def run(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -430,6 +430,7 @@ def test_a_stand_in_that_only_keeps_what_is_written_does_not_compute(
         (tmp_path / address / "vendor").write_text("0x1234\n")
         (tmp_path / address / "device").write_text(f"{device}\n")
         (tmp_path / address / "resource0").write_bytes(bytes(4096))
+        (tmp_path / address / "config").write_bytes(bytes(64))
     answer = _guest_probes.run("gpu_compute", {"driver": "edu"})
     assert (answer["ok"], answer["detail"]) == (False, "0000:01:00.0 computes 10 for 10!")
 
