@@ -266,6 +266,9 @@ def test_the_approved_devices_are_bound_to_vfio(stage: Stage, story: Chapter) ->
         for key in ("gpu_pci_address", "fabric_vf_pci_address"):
             driver = stage.on_host("readlink", f"/sys/bus/pci/devices/{bundle[key]}/driver")
             assert driver.strip().endswith("/vfio-pci")
+    # By an argument of the kernel, as the profile says.
+    idle = stage.on_host("cat", "/sys/module/vfio_pci/parameters/disable_idle_d3")
+    assert idle.strip() == "Y"
     story.done["bind"] = True
 
 
