@@ -25,6 +25,7 @@ from reconciler.api.security import Admin, Caller, caller
 from reconciler.db import leader, migrations
 from reconciler.db.engine import reading
 from reconciler.db.rows import Record
+from reconciler.inventory import maas_sync, sync
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role
@@ -107,10 +108,11 @@ def ready(request: Request) -> Ready:
 @router.get("/metrics", response_class=PlainTextResponse)
 def numbers(context: Admin) -> Response:
     """Metrics of this process's requests and of the site, for Prometheus."""
-    return Response(
-        metrics.exposition(context.engine, context.settings.redis_url),
-        media_type=CONTENT_TYPE_LATEST,
-    )
+    settings = context.settings
+    urls = {sync.READINGS: settings.netbox_url, maas_sync.READINGS: settings.maas_url}
+    inventories = [readings for readings, url in urls.items() if url]
+    text = metrics.exposition(context.engine, settings.redis_url, inventories)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @operator_router.get("/health")

@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,7 +24,6 @@ from reconciler.api.http import CORRELATION_HEADER
 from reconciler.db import clock, leader
 from reconciler.db.engine import reading
 from reconciler.db.schema import allocations, nodes, outbox, slots, tasks
-from reconciler.inventory import maas_sync, sync
 from reconciler.inventory.readings import Readings
 from reconciler.lifecycle import drift, slice_telemetry
 from reconciler.model.jobs import Mode
@@ -104,26 +103,31 @@ def _count_request(scope: MutableMapping[str, Any], status: int, seconds: float)
     _REQUESTS.labels(method, route, str(status)).observe(seconds)
 
 
-def exposition(engine: Engine, redis_url: str = "") -> bytes:
-    """All metrics in Prometheus' text format. redis_url: of the streams of jobs, if any."""
+def exposition(engine: Engine, redis_url: str = "", inventories: Iterable[Readings] = ()) -> bytes:
+    """All metrics in Prometheus' text format. redis_url: of the streams of jobs, if any.
+    inventories: those with which the site is compared.
+    """
     site = CollectorRegistry(auto_describe=False)
     with reading(engine) as conn:
-        site.register(_Site(conn, redis_url))
+        site.register(_Site(conn, redis_url, inventories))
         return generate_latest(_PROCESS) + generate_latest(site)
 
 
 class _Site(Collector):
     """Metrics of the whole site, read from the database."""
 
-    def __init__(self, conn: Connection, redis_url: str) -> None:
+    def __init__(self, conn: Connection, redis_url: str, inventories: Iterable[Readings]) -> None:
         self._conn = conn
         self._redis_url = redis_url
+        self._inventories = inventories
 
     def collect(self) -> Iterator[Metric]:
         yield from _tables(self._conn)
         yield from _certificates(self._conn)
         yield from _service(self._conn)
         yield from _slices(self._conn)
+        for readings in self._inventories:
+            yield from _inventory(self._conn, readings)
         yield from _jobs(self._conn, self._redis_url)
 
 
@@ -167,8 +171,6 @@ def _tables(conn: Connection) -> Iterator[Metric]:
     text = "Packets of active slices that their guards refused, by kind."
     refused = slice_telemetry.refused_by_kind(conn)
     yield _labelled("gpuaas_refused_packets", text, "kind", refused)
-    yield from _inventory(conn, sync.READINGS)
-    yield from _inventory(conn, maas_sync.READINGS)
     unsent = outbox.c.published_at.is_(None)
     yield _gauge(
         "gpuaas_outbox_pending",
@@ -208,12 +210,12 @@ def _drift(conn: Connection) -> Iterator[Metric]:
 
 def _inventory(conn: Connection, readings: Readings) -> Iterator[Metric]:
     name, title, last = readings.name, readings.title, readings.latest(conn)
+    text = f"Whether the last comparison with {title} came to its end."
+    yield _gauge(f"gpuaas_{name}_complete", text, int(bool(last and last["complete"])))
     if last is None:
         return
     text = f"Differences from {title}, by code."
     yield _labelled(f"gpuaas_{name}_differences", text, "code", last["counts"])
-    text = f"Whether the last comparison with {title} came to its end."
-    yield _gauge(f"gpuaas_{name}_complete", text, int(last["complete"]))
     text = f"Time since the last comparison with {title}."
     yield _gauge(f"gpuaas_{name}_seconds", text, clock.read(conn) - last["at"])
 

@@ -81,9 +81,14 @@ def _pass(cases: Path) -> bool:
 def _lessened(rule: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """A rule without one of its conditions, without its time, or without the labels of a metric."""
     text = rule["expr"]
-    conditions = text.split(" and ")
-    for at, condition in enumerate(conditions) if len(conditions) > 1 else ():
-        yield condition, rule | {"expr": " and ".join(conditions[:at] + conditions[at + 1 :])}
+    for word in ("and", "or"):
+        # One that is nothing's default, but a condition of its own.
+        conditions = re.split(rf" {word} (?!vector\()", text)
+        for at, condition in enumerate(conditions) if len(conditions) > 1 else ():
+            yield (
+                condition,
+                rule | {"expr": f" {word} ".join(conditions[:at] + conditions[at + 1 :])},
+            )
     for labels in re.finditer(r"\{.*?\}", text):
         yield labels[0], rule | {"expr": text[: labels.start()] + text[labels.end() :]}
     if "for" in rule:
@@ -94,12 +99,13 @@ def _tests(rule: dict[str, Any]) -> list[dict[str, Any]]:
     """The cases of an alert, as promtool reads them."""
     name = rule["alert"]
     at, firing, quiet = (CASES[name][part] for part in ("at", "fires", "quiet"))
-    labels = {**rule["labels"], **_kept_labels(rule, firing)}
+    firing = firing if isinstance(firing, list) else [firing]
+    labels = {**rule["labels"], **_kept_labels(rule, firing[0])}
     alert = {"exp_labels": labels, "exp_annotations": rule["annotations"]}
     # That of the file, for a rule without its own.
     lasts = int(rules()[name].get("for", "0m").replace("1h", "60m").rstrip("m"))
     pending = [(f"{lasts - 1}m", [])] if lasts else []
-    verdicts = [[*pending, (at, [alert])], *([(at, [])] for _ in quiet)]
+    verdicts = [*([*pending, (at, [alert])] for _ in firing), *([(at, [])] for _ in quiet)]
     return [
         {
             "interval": "1m",
@@ -114,7 +120,7 @@ def _tests(rule: dict[str, Any]) -> list[dict[str, Any]]:
                 for time, expected in of_series
             ],
         }
-        for series, of_series in zip((firing, *quiet), verdicts, strict=True)
+        for series, of_series in zip((*firing, *quiet), verdicts, strict=True)
     ]
 
 

@@ -77,6 +77,8 @@ def test_numbers_are_for_admins_and_name_nobody(selling: Stack) -> None:
     ):
         assert line in lines, line
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
+    # The site uses neither.
+    assert not [line for line in lines if "gpuaas_netbox" in line or "gpuaas_maas" in line]
     counted = [line for line in lines if "seconds_count" in line]
     assert any('route="/admin/nodes/{node_id}",status="404"' in line for line in counted)
     # Neither what somebody sent nor where a host is.
