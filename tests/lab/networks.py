@@ -33,6 +33,7 @@ ip -n lab-mgmt address add {rig.STORAGE}/32 dev lo
 ip route add 10.30.0.0/24 via {rig.BMC}
 """
 _PORT = 2049
+_BYTES = 4 << 20
 # Takes a text, sends it back, and prints its length and digest.
 _SERVE = f"""exec ip netns exec lab-mgmt timeout 300 python3 - <<'DATA'
 import hashlib, socket
@@ -54,12 +55,15 @@ while True:
     except ConnectionError:
         assert time.monotonic() < end
         time.sleep(1)
-sent = os.urandom(1 << 20)
+sent, back = os.urandom({_BYTES}), b""
+begin = time.monotonic()
 server.sendall(sent)
 server.shutdown(socket.SHUT_WR)
-back = b"".join(iter(lambda: server.recv(1 << 16), b""))
+while more := server.recv(1 << 16):
+    first = first if back else time.monotonic()
+    back += more
 assert back == sent
-print(len(back), hashlib.sha256(back).hexdigest())
+print(len(back), hashlib.sha256(back).hexdigest(), first - begin, time.monotonic() - first)
 """
 # Run in a guest. Prints "open", "refused" or "timeout" for each address and port.
 _KNOCK = """
@@ -88,11 +92,16 @@ def management(stage: Stage) -> Iterator[None]:
 
 
 def assert_guest_uses_storage(stage: Stage, allocation: dict[str, Any] | None = None) -> None:
-    """The guest sends 1 MiB to the storage service by TCP, and gets it back."""
+    """The guest sends data to the storage service by TCP, and gets them back, not faster than the
+    profile's limit allows.
+    """
     with ThreadPoolExecutor() as pool:
         served = pool.submit(stage.on_host, "sh", "-s", stdin=_SERVE)
-        asked = slice_steps.in_guest(stage, "python3 -", _ASK, allocation=allocation)
-        assert asked.strip() == served.result().strip() != ""
+        asked = slice_steps.in_guest(stage, "python3 -", _ASK, allocation=allocation).split()
+        assert asked[:2] == served.result().split() != []
+    limit = stage.profile()["vm"]["mgmt_qos"]
+    least_s = (8 * _BYTES / 1000 - limit["burst_kb"]) / limit["rate_kbps"]
+    assert all(float(seconds) > 0.9 * least_s for seconds in asked[2:]), (asked, least_s)
 
 
 def knock(stage: Stage, doors: Sequence[tuple[str, int]]) -> dict[str, str]:
