@@ -80,7 +80,6 @@ compared:
 """
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -123,7 +122,7 @@ def observe(params: _change.Params) -> State:
         broken = False
     except (Refusal, RecursionError):
         broken = True
-    there = os.path.lexists(_host.path(file))
+    there = _host.is_there(file)
     now = _host_baseline.take()
     return State(now=now, there=there, broken=there and broken, problems=problems)
 

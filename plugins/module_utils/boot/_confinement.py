@@ -91,7 +91,7 @@ def console_problems(guests: Iterable[int]) -> list[str]:
     refusals += _log_problems(_settings(LOGGING))
     logs = set(_object_names.files("console"))
     for pid in guests:
-        if logs & {name for _pid, name in _host.open_files(str(pid))}:
+        if logs & {name for _pid, name in _host.open_files(pid)}:
             refusals.append(f"QEMU {pid} writes its console log itself, without a limit")
     return refusals
 

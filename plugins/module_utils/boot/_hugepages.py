@@ -126,9 +126,9 @@ def _version(release: str) -> tuple[int, int]:
 def _memory() -> dict[int, int]:
     """MiB by NUMA node. A node without memory of its own gives no pages."""
     mib = {}
-    for folder in _host.path(_NODES).glob("node[0-9]*"):
-        for row in (_host.read(f"{_NODES}/{folder.name}/meminfo") or "").splitlines():
+    for name in _host.matching(_NODES, "node[0-9]*"):
+        for row in (_host.read(f"{_NODES}/{name}/meminfo") or "").splitlines():
             words = row.split()
             if words[2:3] == ["MemTotal:"] and int(words[3]):
-                mib[int(folder.name[4:])] = int(words[3]) // 1024
+                mib[int(name[4:])] = int(words[3]) // 1024
     return mib

@@ -326,8 +326,7 @@ def all_given() -> list[str]:
 
 def _defaults() -> list[str]:
     """GRUB's files of settings, in the order in which it reads them."""
-    folder = _host.path("/etc/default/grub.d")
-    names = sorted(file.name for file in folder.glob("*.cfg")) if folder.is_dir() else []
+    names = _host.matching("/etc/default/grub.d", "*.cfg")
     return ["/etc/default/grub", *(f"/etc/default/grub.d/{name}" for name in names)]
 
 
@@ -339,10 +338,7 @@ def _stray(arguments: Iterable[str], entries: Iterable[Iterable[str]]) -> list[s
     """Managed arguments in the menu that no other input file of `update-grub` contains."""
     words = dict.fromkeys(word for entry in entries for word in entry)
     mine = [word for word in words if word in arguments or _sets_pages(word)]
-    folder = _host.path("/etc/grub.d")
-    scripts = (
-        [f"/etc/grub.d/{script.name}" for script in folder.iterdir()] if folder.is_dir() else []
-    )
+    scripts = [f"/etc/grub.d/{name}" for name in _host.listed("/etc/grub.d")]
     texts = [_host.read(path) or "" for path in (*_others(), *scripts)] if mine else []
     return [word for word in mine if not any(word in text for text in texts)]
 
@@ -417,7 +413,8 @@ def _rebuilt() -> bool:
     if not (record.exists() and folder.is_dir()):
         return True
     built = record.stat().st_mtime
-    return any(image.stat().st_mtime > built for image in folder.glob("initrd.img-*"))
+    images = _host.matching("/boot", "initrd.img-*")
+    return any((folder / name).stat().st_mtime > built for name in images)
 
 
 def _remember_build(of: str, boot_id: str) -> None:

@@ -52,7 +52,7 @@ def observe(_params: _change.Params) -> State:
         present=tuple(
             path
             for path in (LIBRARY, CODE, f"{LIBRARY}{_ASIDE}", f"{CODE}{_ASIDE}")
-            if os.path.lexists(_host.path(path))
+            if _host.is_there(path)
         ),
     )
 

@@ -405,10 +405,10 @@ def _users(device: _pci.Device, held: Mapping[str, list[str]]) -> list[str]:
 
 def _interface_users(name: str) -> list[str]:
     """Users of a network interface: an address, a master or a VLAN on it means host traffic."""
-    folder = _host.path(f"/sys/class/net/{name}")
-    if (folder / "master").exists():
+    folder = f"/sys/class/net/{name}"
+    if _host.path(f"{folder}/master").exists():
         return [f"interface {name} belongs to a bridge or bond"]
-    if above := sorted(link.name.removeprefix("upper_") for link in folder.glob("upper_*")):
+    if above := [name.removeprefix("upper_") for name in _host.matching(folder, "upper_*")]:
         return [f"interface {name} carries {', '.join(above)}"]
     shown = json.loads(_command.run(["ip", "-j", "address", "show", "dev", name]).out or "[]")
     addresses = [

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -83,12 +82,7 @@ def processes(uid: int) -> list[int]:
 
     Child processes inherit the login uid, also through sudo, and cannot change it.
     """
-    pids = []
-    for process in _host.path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if uid in _uids(process):
-                pids.append(int(process.name))
-    return sorted(pids)
+    return [pid for pid in sorted(_host.processes()) if uid in _uids(pid)]
 
 
 def end_processes(uid: int, *, grace: float) -> list[int]:
@@ -120,22 +114,20 @@ def _signal(pid: int, uid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:
-            if uid in _uids(_host.path(f"/proc/{pid}")):
+            if uid in _uids(pid):
                 signal.pidfd_send_signal(descriptor, number)
-        except FileNotFoundError:
-            pass
         finally:
             os.close(descriptor)
 
 
-def _uids(process: Path) -> set[int]:
+def _uids(pid: int) -> set[int]:
     """Real, effective, saved, filesystem and login uid; empty for a dead process."""
     uids: set[int] = set()
-    for line in (process / "status").read_text(errors="replace").splitlines():
+    for line in _host.of_process(pid, "status").splitlines():
         if line.startswith("State:") and "\tZ" in line:
             return set()  # a zombie: it has ended, but its parent has not collected it yet
         if line.startswith("Uid:"):
             uids = {int(number) for number in line.split()[1:]}
     # A kernel without audit has no such file.
-    login = process / "loginuid"
-    return uids | ({int(login.read_text())} if login.exists() else set())
+    login = _host.of_process(pid, "loginuid")
+    return uids | ({int(login)} if login else set())

@@ -305,7 +305,7 @@ def _traces(unit: Unit) -> Iterator[str]:
 
 
 def _units_left() -> bool:
-    return any(_host.path(_boot_files.UNITS).glob("gpuaas-*.service"))
+    return bool(_host.matching(_boot_files.UNITS, "gpuaas-*.service"))
 
 
 def _remove_folders(unit: Unit) -> None:

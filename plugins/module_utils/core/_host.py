@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import fnmatch
 import hashlib
 import json
 import os
@@ -20,6 +22,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 ROOT = Path("/")
 
 STATE_DIRECTORY = "/var/lib/gpuaas"
+
+# Answers of the kernel for a process that has ended.
+_ENDED = (FileNotFoundError, ProcessLookupError)
 
 # Seconds to wait for a lock. Its holders run programs with limits of their own.
 LOCK_S = 600.0
@@ -72,6 +77,25 @@ def listed(absolute: str) -> list[str]:
         return []
     except OSError as broken:
         raise unreadable(absolute, broken) from broken
+
+
+def matching(absolute: str, pattern: str) -> list[str]:
+    """As `listed`, but only names of a shell's pattern.
+
+    Not `Path.glob`, for which an unreadable folder is an empty folder.
+    """
+    return fnmatch.filter(listed(absolute), pattern)
+
+
+def is_there(absolute: str) -> bool:
+    """Whether anything has this name, even a broken link."""
+    try:
+        path(absolute).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+    return True
 
 
 def document(absolute: str, *, code: str, remedy: str) -> dict[str, Any] | None:
@@ -129,20 +153,39 @@ def _why(problem: Exception) -> str:
     return reason or str(problem) or type(problem).__name__
 
 
-def descriptors(process: str = "[0-9]*") -> Iterator[tuple[int, str]]:
+def processes() -> list[int]:
+    """Every process of the host."""
+    return [int(name) for name in listed("/proc") if name.isdecimal()]
+
+
+def of_process(pid: int, name: str) -> str:
+    """A process's file in /proc; "" when the process has ended, or the kernel has no such file."""
+    absolute = f"/proc/{pid}/{name}"
+    try:
+        return path(absolute).read_bytes().decode(errors="replace")
+    except _ENDED:
+        return ""
+    except OSError as broken:
+        raise unreadable(absolute, broken) from broken
+
+
+def descriptors(process: int | None = None) -> Iterator[tuple[int, str]]:
     """Process and link of each open file. A process that ends during the scan may have none.
 
-    process: the number of one process; by default every process of the host.
+    process: by default every process of the host.
     """
-    for folder in path("/proc").glob(process):
+    for pid in processes() if process is None else [process]:
+        folder = f"/proc/{pid}/fd"
         try:
-            entries = list(os.scandir(folder / "fd"))
-        except OSError:
+            links = [entry.path for entry in os.scandir(path(folder))]
+        except _ENDED:
             continue
-        yield from ((int(folder.name), entry.path) for entry in entries)
+        except OSError as broken:
+            raise unreadable(folder, broken) from broken
+        yield from ((pid, link) for link in links)
 
 
-def open_files(process: str = "[0-9]*") -> Iterator[tuple[int, str]]:
+def open_files(process: int | None = None) -> Iterator[tuple[int, str]]:
     """As `descriptors`, with the names of the files.
 
     A file that is closed during the scan does not hide the others of its process.
@@ -150,8 +193,12 @@ def open_files(process: str = "[0-9]*") -> Iterator[tuple[int, str]]:
     for pid, link in descriptors(process):
         try:
             yield pid, str(Path(link).readlink())
-        except OSError:
-            continue
+        except OSError as broken:
+            name = f"/proc/{pid}/fd/{Path(link).name}"
+            # No device has a name that is too long. Of a process that has just ended the kernel
+            # says EACCES.
+            if broken.errno != errno.ENAMETOOLONG and is_there(name):
+                raise unreadable(name, broken) from broken
 
 
 def numbers(text: str) -> list[int]:

@@ -133,17 +133,16 @@ def files(kind: str) -> list[str]:
     """Files of every slice on this host. kind: a key of `_FILES`; seeds with their drafts."""
     folder, end = _FILES[kind]
     pattern = f"{PREFIX}*{end}" + ("*" if kind == "console" else "")
-    there = [*_host.path(folder).glob(pattern)]
+    names = _host.matching(folder, pattern)
     if kind == "seed":
-        there += _host.path(folder).glob(f".{PREFIX}*")
-    return sorted(f"{folder}/{file.name}" for file in there)
+        names += _host.matching(folder, f".{PREFIX}*")
+    return sorted(f"{folder}/{name}" for name in names)
 
 
 def qemu_logs() -> list[str]:
     """QEMU's own logs of every slice, with their rotated parts. They outlive the slice."""
     folder, _end = _FILES["console"]
-    there = _host.path(folder).glob(f"{PREFIX}{'?' * 32}.log*")
-    return sorted(f"{folder}/{file.name}" for file in there)
+    return [f"{folder}/{name}" for name in _host.matching(folder, f"{PREFIX}{'?' * 32}.log*")]
 
 
 def _path(kind: str, allocation_id: str) -> str:

@@ -130,11 +130,11 @@ def group_blockers(address: str) -> list[str]:
 
 def functions(address: str) -> list[str]:
     """Addresses of the virtual functions of a physical function, by index."""
-    folder = _host.path(f"{DEVICES}/{_checked(address)}")
+    folder = f"{DEVICES}/{_checked(address)}"
     links = {
-        int(entry.name.removeprefix("virtfn")): _target(entry)
-        for entry in folder.glob("virtfn*")
-        if entry.name.removeprefix("virtfn").isdigit()
+        int(name.removeprefix("virtfn")): _target(_host.path(f"{folder}/{name}"))
+        for name in _host.matching(folder, "virtfn*")
+        if name.removeprefix("virtfn").isdigit()
     }
     return [links[index] for index in sorted(links)]
 

@@ -283,7 +283,10 @@ def node(name: str) -> Path:
 def pci_addresses(disk: Disk) -> list[str]:
     """The disk's PCI function, or several behind a multipath name."""
     parent = _host.path(f"/sys/class/block/{disk.kernel_name}/device").resolve()
-    controllers = [parent] if (parent / "address").is_file() else sorted(parent.glob("nvme*"))
+    controllers = [parent]
+    if not (parent / "address").is_file():
+        entries = sorted(parent.iterdir()) if parent.is_dir() else []
+        controllers = [entry for entry in entries if entry.name.startswith("nvme")]
     files = (controller / "address" for controller in controllers if controller.is_dir())
     return [address.read_text().strip() for address in files if address.is_file()]
 
@@ -312,11 +315,10 @@ def _names() -> list[str]:
 def _links() -> dict[str, list[str]]:
     """by-id paths by kernel name."""
     links: dict[str, list[str]] = {}
-    folder = _host.path("/dev/disk/by-id")
-    for link in sorted(folder.glob("nvme-eui.*")) if folder.is_dir() else []:
-        if link.is_symlink():
-            name = link.readlink().name
-            links.setdefault(name, []).append(f"/dev/disk/by-id/{link.name}")
+    for name in _host.matching("/dev/disk/by-id", "nvme-eui.*"):
+        link = f"/dev/disk/by-id/{name}"
+        if _host.path(link).is_symlink():
+            links.setdefault(_host.path(link).readlink().name, []).append(link)
     return links
 
 

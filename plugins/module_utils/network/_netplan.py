@@ -17,10 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command,
 
 # netplan's folders; a file in a later folder hides a file of the same name in an earlier folder.
 _FOLDERS = ("/lib/netplan", "/etc/netplan", "/run/netplan")
-_GENERATED = (
-    "run/systemd/network/*.network",
-    "run/NetworkManager/system-connections/*.nmconnection",
-)
+_GENERATED = ("run/systemd/network", "run/NetworkManager/system-connections")
+_ENDS = (".network", ".nmconnection")
 _NAMES = {("Match", "Name"), ("connection", "interface-name"), ("match", "interface-name")}
 _MACS = {
     ("Match", "MACAddress"),
@@ -60,18 +58,20 @@ def judge(path: str = "", text: str = "") -> Judgement:
     """Judge all files of the host together; `text` replaces the content of `path`, if given."""
     with tempfile.TemporaryDirectory(prefix="gpuaas-netplan-") as root:
         for folder in _FOLDERS:
-            for file in sorted(_host.path(folder).glob("*.yaml")):
-                content = _host.content(f"{folder}/{file.name}")
+            for name in _host.matching(folder, "*.yaml"):
+                content = _host.content(f"{folder}/{name}")
                 if content is not None:
-                    _place(root, f"{folder}/{file.name}", content)
+                    _place(root, f"{folder}/{name}", content)
         if path:
             _place(root, path, text.encode())
         tried = _command.run(["netplan", "generate", "--root-dir", root], ok=range(256))
         if tried.rc:
             output = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
             return Judgement(output[-2000:], ())
-        made = [file for pattern in _GENERATED for file in sorted(Path(root).glob(pattern))]
-        return Judgement("", tuple(_link(file.read_text(errors="replace")) for file in made))
+        folders = [folder for name in _GENERATED if (folder := Path(root, name)).is_dir()]
+        made = [file for folder in folders for file in sorted(folder.iterdir())]
+        texts = [file.read_text(errors="replace") for file in made if file.name.endswith(_ENDS)]
+        return Judgement("", tuple(_link(text) for text in texts))
 
 
 def _place(root: str, path: str, content: bytes) -> None:

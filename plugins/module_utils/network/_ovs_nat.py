@@ -27,6 +27,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
     _guards,
+    _slice_network,
     _start_hook,
 )
 
@@ -94,17 +95,15 @@ def unit(params: Params) -> _boot_service.Unit:
 
 def observe(params: Params) -> State:
     services = _boot_service.services([DHCP, SWITCH, RSHIM])
-    folder = _host.path("/etc/dnsmasq.d")
-    stale = folder.glob("gpuaas-gpuaas-slice-*.conf") if folder.is_dir() else ()
     return State(
         live=_bridge.observe(params),
         installed=_boot_service.observe(unit(params)),
         files={path: _host.read(path) for path in (DNSMASQ, SYSCTL)},
         reservations=all(_is_open(folder) for folder in _FOLDERS),
-        stale=tuple(sorted(file.name for file in stale)),
+        stale=tuple(_slice_network.stale_reservations()),
         old=tuple(_old()),
         dnsmasq=services[DHCP],
-        dnsmasq_changed=changed_at(folder),
+        dnsmasq_changed=changed_at(_host.path("/etc/dnsmasq.d")),
         switch=services[SWITCH],
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
@@ -222,7 +221,7 @@ def outdated(state: State) -> list[_change.Step]:
 
 def _old() -> list[str]:
     """Files of the first service; `enable` links remain when only its unit was removed."""
-    folders = sorted(folder.name for folder in _host.path(_UNITS).glob("*.wants"))
+    folders = _host.matching(_UNITS, "*.wants")
     links = [f"{_UNITS}/{folder}/{_OLD_SERVICE}.service" for folder in folders]
     # `exists` returns False for a link to a unit that is gone.
     old_links = [path for path in links if _host.path(path).is_symlink()]

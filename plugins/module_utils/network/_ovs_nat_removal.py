@@ -152,8 +152,9 @@ def _remove_folder(folder: Path) -> None:
     """Remove the folder, and drafts of writes that were cut off. A reservation that was added after
     the scan stops it.
     """
-    for draft in folder.glob(".*"):
-        draft.unlink()
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            entry.unlink()
     folder.rmdir()
 
 

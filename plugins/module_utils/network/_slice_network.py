@@ -111,8 +111,7 @@ def small_neighbours(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def stale_reservations() -> list[str]:
     """Per-slice files of older releases: a duplicate in them stops dnsmasq for all guests."""
-    folder = _host.path("/etc/dnsmasq.d")
-    return sorted(entry.name for entry in folder.glob(STALE_RESERVATIONS))
+    return _host.matching("/etc/dnsmasq.d", STALE_RESERVATIONS)
 
 
 def dnsmasq_pid() -> int:

@@ -301,7 +301,7 @@ def _is_address(name: str) -> bool:
 def _offered() -> bool:
     folder = _host.path("/etc/ssh/sshd_config.d")
     files = [_host.path("/etc/ssh/sshd_config")]
-    files += sorted(folder.glob("*.conf")) if folder.is_dir() else []
+    files += [folder / name for name in _host.matching("/etc/ssh/sshd_config.d", "*.conf")]
     return any(
         row.split()[:2] == ["HostCertificate", CERTIFICATE]
         for file in files
@@ -312,7 +312,7 @@ def _offered() -> bool:
 
 def _nvidia_holders() -> list[str]:
     """Processes that hold an NVIDIA device and so block the change to vfio-pci."""
-    if not list(_host.path("/dev").glob("nvidia*")):
+    if not _host.matching("/dev", "nvidia*"):
         return []
     holders = sorted({pid for pid, name in _host.open_files() if _GPU.match(name)})
     return [f"process {pid} ({_host.read(f'/proc/{pid}/comm')}) holds a GPU" for pid in holders]

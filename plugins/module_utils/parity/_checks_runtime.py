@@ -125,8 +125,8 @@ def slice_disks(facts: Facts) -> Verdict:
 
 def image_cache(_facts: Facts) -> Verdict:
     folder = _host.path(IMAGES)
-    cached = sorted(folder.glob("*.raw")) if folder.is_dir() else []
-    empty = [f"{file.name} is empty" for file in cached if not file.stat().st_size]
+    cached = _host.matching(IMAGES, "*.raw")
+    empty = [f"{name} is empty" for name in cached if not (folder / name).stat().st_size]
     where = folder if folder.is_dir() else _host.path("/var/lib")
     free = shutil.disk_usage(where).free
     if not cached and free < _LEAST_FREE_BYTES:

@@ -8,7 +8,6 @@ the modules that write the files take long to load on a host. A test keeps both 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
@@ -104,14 +103,14 @@ def of(facts: Facts, *checks: str) -> list[Item]:
 
 def kept(facts: Facts) -> dict[str, Any]:
     """Settings that stay on purpose, for the record of a conversion."""
-    images, entries = _host.path(f"{_host.STATE_DIRECTORY}/images"), _ledger.entries()
+    entries = _ledger.entries()
     return {
         "ledger": [entry.slot_id for entry in entries],
         "disks_gone": sorted(
             {entry.disk_identity for entry in entries if _gone_dirty(entry, facts)}
         ),
         "fstab_disabled": _fstab_entries.disabled(),
-        "images": sorted(file.name for file in images.glob("*.raw")) if images.is_dir() else [],
+        "images": _host.matching(f"{_host.STATE_DIRECTORY}/images", "*.raw"),
         "packages": sorted(_host_snapshot.recall(_host_snapshot.PACKAGES) or {}),
         "apt_sources": [RACADM_SOURCE] if _host.path(RACADM_SOURCE).exists() else [],
     }
@@ -131,10 +130,12 @@ def _domains(facts: Facts) -> Iterator[Item]:
     """Domains from libvirt's files. libvirt need not be installed, and a query must not
     start it.
     """
-    folders = [_host.path(path) for path in ("/etc/libvirt/qemu", "/run/libvirt/qemu")]
-    defined = {
-        file.stem for folder in folders for file in folder.glob(f"{_object_names.PREFIX}*.xml")
-    }
+    names = [
+        name
+        for folder in ("/etc/libvirt/qemu", "/run/libvirt/qemu")
+        for name in _host.matching(folder, f"{_object_names.PREFIX}*.xml")
+    ]
+    defined = {name.removesuffix(".xml") for name in names}
     yield _none("libvirt", "domains of slices", sorted(defined))
     running = [f"process {trace.row['pid']}" for trace in _traces_of("libvirt", facts)]
     yield _none("libvirt", "QEMU of slices", running)
@@ -165,8 +166,7 @@ def _gone_dirty(entry: _ledger.Entry, facts: Facts) -> bool:
     """
     if entry.allocation_id or not (entry.dirty and entry.disk_identity):
         return False
-    folder = _host.path("/sys/block")
-    names = [device.name for device in folder.iterdir()] if folder.is_dir() else []
+    names = _host.listed("/sys/block")
     present = {disk.kernel_name for disk in facts.disks}
     if any(_disk.WHOLE.fullmatch(name) and name not in present for name in names):
         return False
@@ -358,10 +358,10 @@ def _compiled(_facts: Facts) -> Iterator[Item]:
 def _quiet(_facts: Facts) -> Iterator[Item]:
     yield _given_back("gpu_services_quiesced", "gpu-services")
     # A mask without a record may be the site's. Only this collection creates the drop-in.
-    bars = _host.path(_boot_files.UNITS).glob(f"*.d/{_gpu_services.BAR}")
-    yield _none(
-        "gpu_services_quiesced", "barred services", sorted(drop_in.parent.name for drop_in in bars)
-    )
+    units = _boot_files.UNITS
+    folders = _host.matching(units, "*.d")
+    barred = [name for name in folders if _host.is_there(f"{units}/{name}/{_gpu_services.BAR}")]
+    yield _none("gpu_services_quiesced", "barred services", barred)
 
 
 def _libvirt_service(_facts: Facts) -> Iterator[Item]:
@@ -370,16 +370,19 @@ def _libvirt_service(_facts: Facts) -> Iterator[Item]:
 
 def _files(_facts: Facts) -> Iterator[Item]:
     """Every unit, `enable` link or program under this collection's names, whatever wrote it."""
-    patterns = {
-        _boot_files.UNITS: ("gpuaas-slice-*", "*.wants/gpuaas-slice-*"),
+    units, hooks = _boot_files.UNITS, str(PurePosixPath(_boot_files.HOOK).parent)
+    links = [f"{units}/{name}" for name in _host.matching(units, "*.wants")]
+    places: dict[str, tuple[str, ...]] = {
+        units: (units, *links),
         # Files that `systemctl set-property` adds.
-        f"{_boot_files.UNITS}.control": ("gpuaas-slice-*",),
-        _boot_files.PROGRAMS: ("gpuaas-slice-*",),
-        str(PurePosixPath(_boot_files.HOOK).parent): ("gpuaas-slice*",),
+        f"{units}.control": (f"{units}.control",),
+        _boot_files.PROGRAMS: (_boot_files.PROGRAMS,),
+        hooks: (hooks,),
     }
-    for folder, names in patterns.items():
-        left = [str(file.name) for name in names for file in _host.path(folder).glob(name)]
-        yield _none("boot_services", f"{folder}/gpuaas-slice-*", sorted(left))
+    for place, folders in places.items():
+        pattern = "gpuaas-slice*" if place == hooks else "gpuaas-slice-*"
+        left = [name for folder in folders for name in _host.matching(folder, pattern)]
+        yield _none("boot_services", f"{place}/gpuaas-slice-*", sorted(left))
     yield _gone("boot_services", _boot_files.LIBRARY)
     yield _gone("boot_services", _boot_files.RECORD)
 
@@ -430,7 +433,7 @@ def _gone(check: str, path: str) -> Item:
 
 
 def _file(path: str) -> str:
-    return "is there" if os.path.lexists(_host.path(path)) else "absent"
+    return "is there" if _host.is_there(path) else "absent"
 
 
 def _service(facts: Facts, check: str, name: str) -> Iterator[Item]:

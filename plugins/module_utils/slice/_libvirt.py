@@ -257,14 +257,11 @@ def processes(marker: str) -> dict[int, str]:
     program by pid.
     """
     programs: dict[int, str] = {}
-    for folder in _host.path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue  # it ended during the scan
+    for pid in _host.processes():
+        arguments = _host.of_process(pid, "cmdline").split("\0")
         program = PurePosixPath(arguments[0]).name
         if program.startswith("qemu") and any(marker in argument for argument in arguments):
-            programs[int(folder.name)] = program
+            programs[pid] = program
     return programs
 
 

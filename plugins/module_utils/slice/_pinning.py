@@ -130,11 +130,11 @@ def taken(except_for: str) -> set[int]:
 
 def _plans(except_for: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every other allocation with its record."""
-    folder = _host.path(DIRECTORY)
-    for file in folder.glob("*.json") if folder.is_dir() else ():
-        plan = None if file.stem == except_for else recorded(file.stem)
+    for name in _host.matching(DIRECTORY, "*.json"):
+        holder = name.removesuffix(".json")
+        plan = None if holder == except_for else recorded(holder)
         if plan is not None:
-            yield file.stem, plan
+            yield holder, plan
 
 
 def record(allocation_id: str, plan: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def _domains() -> Iterator[Trace]:
 def _processes() -> Iterator[Trace]:
     """Every QEMU of a slice, including those that libvirt has lost."""
     for pid, program in sorted(_libvirt.processes(_object_names.PREFIX).items()):
-        owner = _object_names.owner(_host.read(f"/proc/{pid}/cmdline") or "")
+        owner = _object_names.owner(_host.of_process(pid, "cmdline"))
         yield Trace(owner, f"{program} {pid}", {"allocation_id": owner, "pid": pid})
 
 

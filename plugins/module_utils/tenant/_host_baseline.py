@@ -9,6 +9,7 @@ is in it.
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -123,7 +124,7 @@ def _keys() -> dict[str, str]:
 def _files(absolute: str) -> Iterator[tuple[str, str]]:
     root = _host.path(absolute)
     try:
-        places = [root, *root.rglob("*")] if root.is_dir() and not root.is_symlink() else [root]
+        places = _tree(root) if root.is_dir() and not root.is_symlink() else [root]
     except (OSError, RecursionError):
         # A tree or name too deep or too long for this program. That is a difference as well.
         yield absolute, "unreadable"
@@ -132,6 +133,19 @@ def _files(absolute: str) -> Iterator[tuple[str, str]]:
         fingerprint = "" if place.name.endswith(_RENEWED) else _fingerprint(place)
         if fingerprint:
             yield f"/{place.relative_to(_host.ROOT)}", fingerprint
+
+
+def _tree(root: Path) -> list[Path]:
+    """Everything in a folder. Raises OSError for a part that cannot be listed."""
+
+    def fail(broken: OSError) -> None:
+        raise broken
+
+    return [
+        Path(folder, name)
+        for folder, subfolders, files in os.walk(root, onerror=fail)
+        for name in (*subfolders, *files)
+    ]
 
 
 def _fingerprint(place: Path) -> str:

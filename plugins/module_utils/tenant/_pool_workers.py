@@ -6,7 +6,6 @@ the tenant is root. The reconciler writes the same paths into guests of slices.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
@@ -45,8 +44,7 @@ def instances(replicas: int) -> list[str]:
 
 def enabled() -> list[str]:
     """Instances that systemd starts at boot."""
-    folder = _host.path(_WANTS)
-    return sorted(link.name for link in folder.glob("gpuaas-worker@*.service"))
+    return _host.matching(_WANTS, "gpuaas-worker@*.service")
 
 
 def alive() -> bool:
@@ -56,7 +54,7 @@ def alive() -> bool:
 
 def traces() -> tuple[str, ...]:
     """What is left of workers, as text for people."""
-    files = [place for place in (UNIT, TOKEN) if os.path.lexists(_host.path(place))]
+    files = [place for place in (UNIT, TOKEN) if _host.is_there(place)]
     return (*files, *enabled(), *(["running workers"] if alive() else []))
 
 
@@ -88,4 +86,4 @@ def end(grace: float) -> None:
 
 def has_models() -> bool:
     """Whether a folder of models is there."""
-    return os.path.lexists(_host.path(MODELS))
+    return _host.is_there(MODELS)

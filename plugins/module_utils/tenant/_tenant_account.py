@@ -6,7 +6,7 @@ renamed the account, but the kernel identifies processes and files by number.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import itertools
 import os
 import re
@@ -91,7 +91,7 @@ def taken(name: str, uid: int) -> list[Refusal]:
     if (group := _accounts.groups().get(name)) is not None and group not in own:
         texts.append(f"the group {name} has gid {group}")
     home = home_of(name)
-    if os.path.lexists(_host.path(home)) and not _owns(home, uid):
+    if _host.is_there(home) and not _owns(home, uid):
         texts.append(f"{home} belongs to another user")
     return [
         Refusal(
@@ -118,7 +118,7 @@ def traces(name: str, uid: int) -> Traces:
         mounts=tuple(m.point for m in _usage.mounts() if m.point.startswith(f"{home}/")),
         # Judged by its owner: a home that existed before belongs to another user, and stays.
         home=_owns(home, uid),
-        files=_owned(SHARED, uid),
+        files=(*_unreadable(home), *_owned(SHARED, uid)),
         workers=_pool_workers.traces(),
         models=_pool_workers.has_models(),
     )
@@ -183,8 +183,19 @@ def _owns(absolute: str, uid: int) -> bool:
         return False
 
 
+def _unreadable(absolute: str) -> list[str]:
+    """The path, if its owner cannot be read."""
+    try:
+        _host.path(absolute).lstat()
+    except OSError as broken:
+        return _unless_gone(absolute, broken)
+    return []
+
+
 def _owned(folders: Sequence[str], uid: int) -> tuple[str, ...]:
-    """The first paths below the folders that the uid owns, as text for people."""
+    """The first paths below the folders that the uid owns, as text for people. A path that cannot
+    be read is one of them: a tenant can mount what only the tenant can read.
+    """
     paths = (path for folder in folders for path in _below(folder, uid))
     return tuple(_host.shown(path) for path in itertools.islice(paths, _LISTED))
 
@@ -195,18 +206,21 @@ def _below(folder: str, uid: int) -> Iterator[str]:
     folders = [folder]
     while folders:
         top = folders.pop()
-        for entry in _entries(top):
+        try:
+            entries = list(os.scandir(_host.path(top)))
+        except OSError as broken:
+            entries = []
+            yield from _unless_gone(top, broken)
+        for entry in entries:
             path = f"{top}/{entry.name}"
-            with contextlib.suppress(OSError):
+            try:
                 if entry.stat(follow_symlinks=False).st_uid == uid:
                     yield path
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(path)
+            except OSError as broken:
+                yield from _unless_gone(path, broken)
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(_host.path(folder)) as entries:
-            return list(entries)
-    except OSError:
-        return []
+def _unless_gone(path: str, broken: OSError) -> list[str]:
+    return [] if broken.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG) else [path]

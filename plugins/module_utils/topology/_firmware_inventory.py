@@ -163,11 +163,10 @@ def _flat(info: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]
 
 
 def _by_driver(address: str) -> Section:
-    function = _host.path(f"{_pci.DEVICES}/{address}")
+    function = f"{_pci.DEVICES}/{address}"
     # A virtio function has its interface a level below.
-    for interface in sorted(
-        path.name for at in ("net/*", "virtio*/net/*") for path in function.glob(at)
-    ):
+    folders = [function, *(f"{function}/{name}" for name in _host.matching(function, "virtio*"))]
+    for interface in sorted(name for at in folders for name in _host.listed(f"{at}/net")):
         rows = _command.run(["ethtool", "-i", interface]).out.splitlines()
         fields = {key: text.strip() for key, _colon, text in (row.partition(":") for row in rows)}
         return {

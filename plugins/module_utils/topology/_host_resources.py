@@ -124,8 +124,7 @@ def _blockers(state: Mapping[str, Any], reboot_reasons: Sequence[str]) -> list[B
 
 
 def _nodes() -> list[str]:
-    folder = _host.path(NODES)
-    names = [entry.name for entry in folder.glob("node[0-9]*")] if folder.is_dir() else []
+    names = _host.matching(NODES, "node[0-9]*")
     return [f"{NODES}/{name}" for name in sorted(names, key=lambda name: int(name[4:]))]
 
 

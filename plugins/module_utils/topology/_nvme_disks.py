@@ -188,10 +188,11 @@ def _namespaces() -> list[str]:
 def _aliases() -> dict[str, list[str]]:
     """All paths under /dev that lead to a disk or partition, by its kernel name."""
     by_name: dict[str, list[str]] = {}
-    for entry in sorted(_host.path("/dev").glob("nvme*")):
-        by_name[entry.name] = [f"/dev/{entry.name}"]
-    for link in sorted(_host.path("/dev/disk").glob("by-*/*")):
+    for name in _host.matching("/dev", "nvme*"):
+        by_name[name] = [f"/dev/{name}"]
+    folders = [f"/dev/disk/{name}" for name in _host.matching("/dev/disk", "by-*")]
+    for path in (f"{folder}/{name}" for folder in folders for name in _host.listed(folder)):
+        link = _host.path(path)
         if link.is_symlink():
-            name = link.readlink().name
-            by_name.setdefault(name, []).append(f"/dev/disk/{link.parent.name}/{link.name}")
+            by_name.setdefault(link.readlink().name, []).append(path)
     return by_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _grub_menu,
     _host_certificate,
     _host_tuning,
+    _hugepages,
     _kernel_arguments,
     _slice_mode,
     _tuning_opt_in,
@@ -18,30 +20,51 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _accounts,
+    _boot_service,
     _boot_units,
     _change,
     _file_edits,
     _host,
     _host_mode,
     _ledger,
+    _object_names,
+    _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import (
+    _disk,
     _fstab_entries,
     _image_clone,
     _mounting,
     _usage,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _netplan,
+    _ovs_nat,
+    _slice_network,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import (
     _checks_network,
     _checks_platform,
     _host_facts,
     _slice_remnants,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _dnsmasq, _pinning
-from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import _tenant_account
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
+    _dnsmasq,
+    _libvirt,
+    _pinning,
+    _slice_absence,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
+    _pool_workers,
+    _tenant_account,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology import (
+    _host_resources,
+    _nvme_disks,
+)
 from ansible_collections.gpuaas.slice.plugins.modules import baremetal_tenant, host_baseline
 
 ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
@@ -147,6 +170,61 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     "the address of the fabric": (_ipoib_address.FILE, ipoib, "file_unreadable"),
 }  # fmt: skip
 
+GPU = "0000:43:00.0"
+ASKED_OF_SLICES = _host_facts.Request(profile={"network": {"bridge": "br0"}}, slots=())
+
+
+def remnants(
+    look: Callable[[_host_facts.Facts], Any],
+) -> Callable[[], object]:
+    return lambda: list(look(_host_facts.Facts(ASKED_OF_SLICES)))
+
+
+def listings(*kinds: str) -> Callable[[], object]:
+    return lambda: [_object_names.files(kind) for kind in kinds]
+
+
+# Folders, and files in folders that cannot be searched. Without them there is nothing to see.
+PLACES: dict[str, tuple[str, Callable[[], object]]] = {
+    **{
+        f"{kind}: {folder}": (folder, listings(kind))
+        for kind, (folder, _end) in _object_names._FILES.items()
+    },
+    "logs of QEMU": (_object_names._FILES["console"][0], _object_names.qemu_logs),
+    "plans": (_pinning.DIRECTORY, lambda: _pinning.taken("")),
+    "QEMU processes": ("/proc", lambda: _libvirt.processes("")),
+    "arguments of a process": ("/proc/12/cmdline", lambda: _libvirt.processes("")),
+    "processes of a tenant": ("/proc", lambda: _accounts.processes(1000)),
+    "user of a process": ("/proc/12/status", lambda: _accounts.processes(1000)),
+    "open files": ("/proc", lambda: list(_host.open_files())),
+    "open files of a process": ("/proc/12/fd", lambda: list(_host.open_files())),
+    "definitions of domains": ("/run/libvirt/qemu", remnants(_slice_remnants._domains)),
+    "barred services": ("/etc/systemd/system", remnants(_slice_remnants._quiet)),
+    "units": ("/etc/systemd/system", remnants(_slice_remnants._files)),
+    "enabled units": ("/etc/systemd/system/a.wants", remnants(_slice_remnants._files)),
+    "the only other unit": ("/etc/systemd/system", _boot_service._units_left),
+    "units of an earlier release": ("/etc/systemd/system", _ovs_nat._old),
+    "what must be gone": ("/etc/gone", lambda: _slice_remnants._file("/etc/gone/file")),
+    "models": (str(Path(_pool_workers.MODELS).parent), _pool_workers.has_models),
+    "workers": (_pool_workers._WANTS, _pool_workers.enabled),
+    "reservations of an earlier release": ("/etc/dnsmasq.d", _slice_network.stale_reservations),
+    "arguments of the kernel": ("/etc/default/grub.d", _kernel_arguments._defaults),
+    "NUMA nodes": (_hugepages._NODES, _hugepages._memory),
+    "NUMA nodes that are shown": (_host_resources.NODES, _host_resources._nodes),
+    "netplan": ("/etc/netplan", lambda: _netplan.judge().links),
+    "names of disks": ("/dev/disk/by-id", _disk._links),
+    "paths of disks": ("/dev/disk", _nvme_disks._aliases),
+    "NVIDIA devices": ("/dev", _checks_platform._nvidia_holders),
+    "virtual functions": (f"{_pci.DEVICES}/{GPU}", lambda: _pci.functions(GPU)),
+}
+
+
+def unreadable(absolute: str) -> None:
+    """Make a folder or file that exists, and cannot be opened."""
+    place = _host.path(absolute)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(place.name)
+
 
 def refusal(ask: Callable[[], object]) -> str:
     with pytest.raises(Refusal) as caught:
@@ -165,6 +243,49 @@ def test_unreadable_is_not_absent(tree: Path, script: Any, name: str) -> None:
     place.symlink_to(place.name)
     assert refusal(ask) == code
     assert script.calls == []
+
+
+@pytest.mark.covers("I13", "I17")
+@pytest.mark.parametrize("name", PLACES)
+def test_an_unreadable_folder_is_not_an_empty_one(tree: Path, script: Any, name: str) -> None:
+    folder, ask = PLACES[name]
+    unreadable(folder)
+    assert refusal(ask) == "file_unreadable"
+    assert script.calls == []
+
+
+def test_a_network_interface_with_unreadable_users_has_users(tree: Path, script: Any) -> None:
+    unreadable("/sys/class/net/eth0")
+    assert refusal(lambda: _vfio_bind._interface_users("eth0")) == "file_unreadable"
+
+
+@pytest.mark.covers("I13", "I17")
+def test_a_process_that_cannot_be_read_is_not_absent(tree: Path) -> None:
+    unreadable("/proc/12/cmdline")
+    answer = _slice_absence._answer(lambda: _slice_absence._processes(ALLOCATION))
+    assert (answer["absent"], answer["known"]) == (False, False)
+
+
+def test_what_a_tenant_hides_from_root_is_left_of_the_tenant(tree: Path) -> None:
+    unreadable("/tmp")
+    unreadable("/home")
+    assert _tenant_account._owned(("/tmp", "/var/tmp"), 1000) == ("/tmp",)
+    assert _tenant_account._unreadable("/home/alice") == ["/home/alice"]
+    _host.path("/home").unlink()
+    assert _tenant_account._unreadable("/home/alice") == []
+
+
+def test_no_function_that_hides_errors_is_used() -> None:
+    """Of an error, these make an empty folder or a missing file."""
+    hides = re.compile(r"r?i?glob\(|os\.path\.(l?exists|is[a-z]+)\(|os\.walk\([^,]*\)")
+    plugins = Path(_host.__file__).parents[2]
+    uses = [
+        f"{file.name}: {line.strip()}"
+        for file in sorted(plugins.rglob("*.py"))
+        for line in file.read_text().splitlines()
+        if hides.search(line)
+    ]
+    assert uses == []
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name][2] != "file_unreadable"])

@@ -47,10 +47,9 @@ def refused(outcome: _change.Outcome) -> str:
 
 
 def hold(tree: Path, path: str) -> None:
-    """Run a process of the host with `path` open, which closes another file during the scan."""
+    """Run a process of the host with `path` open."""
     process = tree / "proc/4242"
     (process / "fd").mkdir(parents=True)
-    (process / "fd/8").touch()
     (process / "comm").write_text("qemu-system-x86\n")
     (process / "fd/9").symlink_to(path)
 

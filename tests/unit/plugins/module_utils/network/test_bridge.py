@@ -12,6 +12,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
+    _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
@@ -207,6 +208,21 @@ def test_a_slice_that_starts_meanwhile_keeps_its_guard(
     assert GUARD.port in _port_filter.installed()
     assert _flows.installed("ovsbr0", GUARD.cookie)
     assert _guards.restore(settings, with_firewall=True) == []
+
+
+def test_no_guest_loses_its_flows_while_the_guards_cannot_be_read(network: Network) -> None:
+    drive()
+    settings = {**PARAMS, "tmfifo": False}
+    _guards.save(GUARD)
+    network.switch.run(["ovs-vsctl", "add-port", "ovsbr0", GUARD.port])
+    _guards.restore(settings, with_firewall=False)
+    flows = _flows.installed("ovsbr0", GUARD.cookie)
+    folder = _host.path(_object_names.guard_path(GUARD.allocation_id)).parent
+    folder.rename(folder.with_name("aside"))
+    folder.symlink_to(folder.name)
+    with pytest.raises(Refusal, match="file_unreadable"):
+        _guards.restore(settings, with_firewall=False)
+    assert flows == _flows.installed("ovsbr0", GUARD.cookie) != frozenset()
 
 
 def test_a_switch_that_cannot_track_connections_is_refused(network: Network) -> None:
