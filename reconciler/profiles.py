@@ -78,8 +78,12 @@ def ready_minimum_s(folder: Path, sku: str = "") -> int:
 
 
 def _states(folder: Path) -> dict[str, _State]:
+    try:
+        files = [file for file in folder.iterdir() if file.suffix == ".yml"]
+    except FileNotFoundError:
+        return {}
     states = {}
-    for file in folder.glob("*.yml"):
+    for file in files:
         # The file may disappear meanwhile.
         with contextlib.suppress(FileNotFoundError):
             status = file.stat()

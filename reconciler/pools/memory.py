@@ -6,6 +6,7 @@ the memory of its processes is sampled.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -102,12 +103,20 @@ def make(parent: Group, worker_id: str, memory_bytes: int) -> str:
 
 
 def members(group: str) -> list[int]:
-    """Ids of the processes in a worker's group."""
+    """Ids of the processes in a worker's group; none when it is gone."""
     pids: list[int] = []
-    for file in Path(group).rglob("cgroup.procs") if group else ():
-        with suppress(OSError):
-            pids += map(int, file.read_text().split())
+    for folder, _folders, _files in os.walk(group, onerror=_unless_gone):
+        try:
+            pids += map(int, Path(folder, "cgroup.procs").read_text().split())
+        except OSError as broken:
+            _unless_gone(broken)
     return pids
+
+
+def _unless_gone(broken: OSError) -> None:
+    # ENODEV: the group was removed while the file was open.
+    if broken.errno not in (errno.ENOENT, errno.ENODEV):
+        raise broken
 
 
 def kill(group: str) -> None:

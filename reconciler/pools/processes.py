@@ -58,7 +58,8 @@ def scan(host_id: str) -> dict[str, list[Process]]:
             if words[0] in _environment(entry):
                 id = words[0].removeprefix(prefix).decode(errors="replace")
                 processes.setdefault(id, []).append(process)
-        except OSError:  # It has just ended, or belongs to another user.
+        # It has just ended, or belongs to another user. No other error may hide a process.
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return processes
 
@@ -71,7 +72,7 @@ def is_left(process: Process) -> bool:
     """Whether a process is there. While it ends it has no mark, and may have a GPU's memory."""
     try:
         fields = lock.stat(process.pid)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     # Fields 3, 20 and 22. Threads may outlive the first one, which is a zombie then.
     ended = fields[0] in "ZX" and int(fields[17]) < 2

@@ -92,7 +92,8 @@ def _belongs(entry: Path, mark: bytes) -> bool:
             return False
         # SSH's shared connection serves other runs on the same node and ends by itself.
         return not (entry / "cmdline").read_bytes().startswith(b"ssh: ")
-    except OSError:
+    # It has ended, or belongs to another user. No other error may hide a process.
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from reconciler.model import hardware
 from reconciler.model.errors import Problem
-from reconciler.profiles import hardware_profile
+from reconciler.profiles import hardware_profile, profile_offers
 
 PROFILES = Path(__file__).parents[4] / "profiles"
 PROFILE: dict[str, Any] = {
@@ -64,6 +64,14 @@ def test_a_profile_without_a_section_is_not_used(tmp_path: Path, section: str) -
 
 
 @pytest.mark.covers("HOST-7")
+def test_a_folder_of_profiles_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    assert profile_offers(folder) == {}
+    folder.symlink_to("profiles")
+    with pytest.raises(OSError, match="symbolic links"):
+        profile_offers(folder)
+
+
 def test_a_profile_that_a_node_takes_up_says_what_its_fabric_speaks(tmp_path: Path) -> None:
     """One from before that is read all the same: its nodes are still to be given back."""
     profile = yaml.safe_load((PROFILES / "lab.yml").read_text())

@@ -617,3 +617,19 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
     assert started == "\n", "no other is started while the first hangs"
     memory._smi[0].kill()
     memory._smi[0].wait()
+
+
+def test_a_worker_that_cannot_be_read_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_PROC", tmp_path)
+    process, group = processes.Process(12, 1), tmp_path / "group"
+    assert not processes.is_left(process)
+    assert memory.members("") == memory.members(str(group)) == []
+    (tmp_path / "12").mkdir()
+    (tmp_path / "12/stat").symlink_to("stat")
+    group.symlink_to("group")
+    with pytest.raises(OSError, match="symbolic links"):
+        processes.is_left(process)
+    with pytest.raises(OSError, match="symbolic links"):
+        memory.members(str(group))

@@ -210,6 +210,17 @@ def test_the_process_of_a_run_loads_neither_http_client_nor_settings() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_a_process_that_cannot_be_read_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_PROC", tmp_path)
+    (tmp_path / "12").mkdir()
+    assert list(lock.processes(tmp_path)) == []
+    (tmp_path / "12/environ").symlink_to("environ")
+    with pytest.raises(OSError, match="symbolic links"):
+        list(lock.processes(tmp_path))
+
+
 def _nothing_runs(run_dir: Path) -> None:
     """The process itself takes a moment to go after its last word."""
     until(lambda: not lock.held(RunPaths(run_dir).lock))
