@@ -150,7 +150,7 @@ def plan(params: Params, state: State) -> _change.Plan:
 
 
 def _plan_present(params: Params, state: State) -> _change.Plan:
-    """Plan at boot once every device had the time to appear: bind the devices that are present."""
+    """Plan at boot while others are waited for, and after that: bind the devices that are there."""
     return _plan(params, state, _missing(params, state))
 
 
@@ -230,9 +230,10 @@ def boot(settings_path: str) -> int:
     if not _host_mode.is_slice():
         return 0
     # Virtual functions and cards behind slow buses may not exist yet, and GPU monitoring holds a
-    # device only briefly. Users that stay are reported when the time is over.
+    # device only briefly. Users that stay are reported when the time is over. A device that is gone
+    # keeps no other from its slice meanwhile.
     wait_for = ("device_missing", "device_busy")
-    failed = _boot_service.boot(LIVE, settings_path, wait_for=wait_for)
+    failed = _boot_service.boot(LIVE, settings_path, wait_for=wait_for, meanwhile=_PRESENT)
     return failed and _boot_service.boot(_PRESENT, settings_path)
 
 

@@ -180,6 +180,7 @@ def boot(
     *,
     wait_for: tuple[str, ...] = (),
     patience: float = 90,
+    meanwhile: _change.Subject | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
@@ -188,7 +189,7 @@ def boot(
     loading), retried for `patience` seconds, which must be less than the unit's TimeoutStartSec, or
     the refusal would not be logged. Doubts with these codes are awaited too, but only after all
     required parts are ready and systemd was notified. A remaining doubt is logged and is no
-    failure.
+    failure. meanwhile: what is driven in each round of waiting; systemd is notified once it holds.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -199,6 +200,8 @@ def boot(
             _warn(doubts)
             log(str(failure))
             return 1
+        if meanwhile and _attempt(meanwhile, settings_path, again=True)[0] is None:
+            notify("READY=1")
         sleep(2)
     notify("READY=1")
     # The required parts are in place and the unit is running. Only a guardian applies them again;
