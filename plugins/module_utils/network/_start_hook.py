@@ -32,7 +32,7 @@ _DAEMONS = ("libvirtd", "virtqemud")
 
 def unnoticed() -> list[str]:
     """Running daemons of libvirt that are older than the hook. They look for hooks only when they
-    start.
+    start. A time of the hook in the future, from before a change of the clock, shows nothing.
     """
     hook = _host.path(_boot_files.HOOK)
     written = hook.stat().st_mtime if hook.exists() else None
@@ -44,7 +44,7 @@ def _older(daemon: str, written: float | None) -> bool:
         started = _host.path(f"/run/{daemon}.pid").stat().st_mtime
     except FileNotFoundError:
         return False
-    return written is None or started < written
+    return written is None or started < written <= time.time()
 
 
 def start(domain: str, definition: str) -> int:

@@ -148,6 +148,9 @@ def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
     assert _start_hook.unnoticed() == [daemon]
     drive()
     assert os.access(hook, os.X_OK)
+    # From before a change of the clock: no start would be later.
+    os.utime(hook, (LATER, LATER))
+    assert _start_hook.unnoticed() == []
 
 
 def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd) -> None:
