@@ -175,7 +175,7 @@ def refused() -> dict[str, Counter[str]]:
 
 def normalized(text: str) -> str:
     """The table as the kernel would print it."""
-    return _nft.as_listed(text, _LIST)
+    return _nft.as_listed(text, *_LIST)
 
 
 def remove() -> None:

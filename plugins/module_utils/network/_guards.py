@@ -16,7 +16,6 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
@@ -153,7 +152,8 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
         flows=_flows.every(bridge),
         guards=guards,
         expected={_flows.BASE_COOKIE: _flows.BASE, **expected},
-        firewall=not with_firewall or _firewall.installed() == _normalized(_rules(params, guards)),
+        firewall=not with_firewall
+        or _firewall.installed() == _firewall.normalized(_rules(params, guards)),
         filters=filters,
         connections=connections,
         limited=limited,
@@ -407,11 +407,6 @@ def _rules(params: Params, guards: Mapping[str, _flows.Guard]) -> str:
     probe = (guards[_flows.PROBE_COOKIE].ip, probe_targets(params))
     ingress = [(guard, rule) for _c, guard in sorted(guards.items()) for rule in ingress_of(guard)]
     return _firewall.rules(params, guards.values(), probe, ingress)
-
-
-@lru_cache(maxsize=4)
-def _normalized(text: str) -> str:
-    return _firewall.normalized(text)
 
 
 def _shown(rate: int, connections: Mapping[int, int] | None, number: int) -> list[str]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from functools import lru_cache
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -96,11 +95,10 @@ def installed() -> str | None:
     return _nft.listed(_LIST)
 
 
-@lru_cache(maxsize=4)
 def normalized(bridge: str) -> str:
     """The table as the kernel would print it, or a refusal of a kernel that cannot count."""
     try:
-        return _nft.as_listed(rules(bridge), _LIST)
+        return _nft.as_listed(rules(bridge), *_LIST)
     except Refusal as refusal:
         if refusal.code != "command_failed":
             raise

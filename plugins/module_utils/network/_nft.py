@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 
 def load(text: str) -> None:
+    # A table may differ only because nft was upgraded, and prints it in another way since.
+    as_listed.cache_clear()
     _command.run(["nft", "-f", "-"], stdin=text)
 
 
@@ -28,7 +32,9 @@ def listed(command: list[str]) -> str | None:
     return printed.out if printed.rc == 0 else None
 
 
-def as_listed(text: str, command: list[str]) -> str:
+# For the guards of all slices of a host.
+@lru_cache(maxsize=64)
+def as_listed(text: str, *command: str) -> str:
     """What the command would print of a table, from an empty network namespace of its own."""
     argv = ["unshare", "--net", "sh", "-c", f"nft -f - && {' '.join(command)}"]
     return _command.run(argv, stdin=text).out

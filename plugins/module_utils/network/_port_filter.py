@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from functools import lru_cache
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _flows, _nft
@@ -79,10 +78,9 @@ def installed() -> dict[str, tuple[str, dict[str, int]]]:
     }
 
 
-@lru_cache(maxsize=256)
 def normalized(guard: _flows.Guard) -> str:
     """The table as the kernel would print it."""
-    listed = _nft.as_listed(rules(guard, "lo"), _LIST)
+    listed = _nft.as_listed(rules(guard, "lo"), *_LIST)
     text = _COUNTER.sub(r"counter \1", _LISTED.findall(listed)[0][1])
     # "lo" occurs only as the device, in whatever form a version of nft prints devices.
     return text.replace('"lo"', f'"{guard.port}"')

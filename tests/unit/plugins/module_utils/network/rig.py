@@ -33,7 +33,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _flows,
     _guards,
-    _host_connections,
+    _nft,
     _port_filter,
 )
 
@@ -309,7 +309,7 @@ def standing() -> Iterator[tuple[Rig, pytest.MonkeyPatch]]:
     folder = Path(tempfile.mkdtemp(prefix="rig"))
     patch = pytest.MonkeyPatch()
     # A stand-in for nft prints a table in another form.
-    _forget_printed()
+    _nft.as_listed.cache_clear()
     try:
         patch.setattr(_host, "ROOT", folder / "root")
         commands_on(folder, f"rig{os.getpid()}-host", patch)
@@ -317,13 +317,8 @@ def standing() -> Iterator[tuple[Rig, pytest.MonkeyPatch]]:
             yield rig, patch
     finally:
         patch.undo()
-        _forget_printed()
+        _nft.as_listed.cache_clear()
         shutil.rmtree(folder)
-
-
-def _forget_printed() -> None:
-    _port_filter.normalized.cache_clear()
-    _host_connections.normalized.cache_clear()
 
 
 def commands_on(rig_folder: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,30 @@ def test_no_guest_loses_its_flows_while_the_guards_cannot_be_read(network: Netwo
     with pytest.raises(Refusal, match="file_unreadable"):
         _guards.restore(settings, with_firewall=False)
     assert flows == _flows.installed("ovsbr0", GUARD.cookie) != frozenset()
+
+
+@pytest.mark.covers("HOST-7")
+def test_an_upgrade_of_nft_under_the_guardian_reloads_nothing_for_ever(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive()
+    settings = {**PARAMS, "tmfifo": False}
+    _guards.save(GUARD)
+    network.switch.run(["ovs-vsctl", "add-port", "ovsbr0", GUARD.port])
+    _guards.restore(settings, with_firewall=True)
+    assert _guards.restore(settings, with_firewall=True) == []
+
+    def upgraded(argv: list[str], **more: Any) -> _command.Result:
+        result = network.run(argv, **more)
+        changed = argv[0] in ("nft", "unshare")
+        return replace(result, out=result.out.replace("policy", "policy  ")) if changed else result
+
+    monkeypatch.setattr(_command, "run", upgraded)
+    # It cannot know the reason for a difference, so everything is loaded again, once.
+    steps = [step.split()[0] for step in _guards.restore(settings, with_firewall=True)]
+    assert steps == ["guard_port", "load_firewall", "limit_connections"]
+    assert _guards.restore(settings, with_firewall=True) == []
+    assert _bridge.restore_live(settings) == []
 
 
 def test_a_switch_that_cannot_track_connections_is_refused(network: Network) -> None:

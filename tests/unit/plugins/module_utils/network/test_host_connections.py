@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _host_connections,
     _ingress,
     _nat,
+    _nft,
     _refusals,
 )
 
@@ -36,7 +37,7 @@ IP = "10.100.0.10"
 def rig() -> Iterator[Rig]:
     with rigs.standing() as (machines, patch):
         patch.setattr(_flows, "CONNECTIONS", LIMIT)
-        _host_connections.normalized.cache_clear()
+        _nft.as_listed.cache_clear()
         machines.restore()
         yield machines
 
@@ -214,6 +215,6 @@ def test_a_kernel_that_cannot_count_connections_is_named(monkeypatch: pytest.Mon
         raise Refusal("command_failed", expected="0", found="Could not process rule", remedy="")
 
     monkeypatch.setattr(_command, "run", run)
-    _host_connections.normalized.cache_clear()
+    _nft.as_listed.cache_clear()
     with pytest.raises(Refusal, match=r"connection_limit_missing.*Could not process rule"):
         _host_connections.normalized("ovsbr0")
