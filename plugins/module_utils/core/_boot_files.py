@@ -4,7 +4,7 @@ They are separate from `_boot_service`, which installs and removes them, because
 the comparison with the installed files. Unit and program are compared with the current code's
 rendering. The code itself is compared with digests recorded when it was written (RECORD). Nearly
 every release changes a line of it, and an upgrade of the control machine alone must not close the
-gate of every host.
+gate of every host. The digest of the settings tells those of an earlier profile from edited ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNITS = "/etc/systemd/system"
 PROGRAMS = "/usr/local/sbin"
 # In the folder of several hooks, because the site may have its own /etc/libvirt/hooks/qemu.
 HOOK = "/etc/libvirt/hooks/qemu.d/gpuaas-slice"
-# Path and digest of the code, by service. Only root reads and writes it.
+# Path and digest of code and settings, by service. Only root reads and writes it.
 RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
 
 # Parents of a unit's permanent drop-in folders: `systemctl edit` and `systemctl set-property`.
@@ -179,6 +179,8 @@ def edited(unit: Unit) -> list[str]:
     ]
     problems += [f"{path} changes {unit.service}" for path in additions(unit)]
     digests = recorded().get(unit.name, {})
+    # Settings are compared with the profile, as data.
+    digests.pop(unit.settings_path, None)
     if not digests:
         problems.append(f"{RECORD} does not say what code {unit.service} was given")
     changed = [path for path, was in sorted(digests.items()) if _file_edits.digest_of(path) != was]

@@ -322,19 +322,19 @@ def _remove_folders(unit: Unit) -> None:
 
 
 def _files(unit: Unit) -> dict[str, tuple[str, int]]:
-    library = {path: (text, 0o644) for path, text in _library(unit).items()}
-    files = {**library, **_boot_files.frame(unit)}
-    if not unit.borrowed:
-        settings = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
-        files[unit.settings_path] = (settings, 0o644)
-    return files
+    given = {path: (text, 0o644) for path, text in _given(unit).items()}
+    return {**given, **_boot_files.frame(unit)}
 
 
-def _library(unit: Unit) -> dict[str, str]:
+def _given(unit: Unit) -> dict[str, str]:
+    """Code and settings."""
     modules = (unit.module, *((unit.start_hook,) if unit.start_hook else ()))
     texts = {name: text for module in modules for name, text in sources(module).items()}
     names = {name: f"{PACKAGE}.{name}".replace(".", "/") for name in texts}
-    return {f"{LIBRARY}/{names[name]}.py": text for name, text in texts.items()}
+    given = {f"{LIBRARY}/{names[name]}.py": text for name, text in texts.items()}
+    if not unit.borrowed:
+        given[unit.settings_path] = json.dumps(unit.settings, indent=2, sort_keys=True) + "\n"
+    return given
 
 
 def _written_at(unit: Unit) -> int:
@@ -346,7 +346,7 @@ def _written_at(unit: Unit) -> int:
 
 
 def _digests(unit: Unit) -> dict[str, str]:
-    return {path: _file_edits.digest(text.encode()) for path, text in _library(unit).items()}
+    return {path: _file_edits.digest(text.encode()) for path, text in _given(unit).items()}
 
 
 def _is(absolute: str, expected: tuple[str, int]) -> bool:

@@ -72,6 +72,9 @@ SYSCTLS = "".join(
     f"{key} = {value}\n" for key, value in {"net.ipv4.ip_forward": 1, **NEIGHBOURS}.items()
 )
 
+# Fields of a network that name its bridge and addresses; the others are its rules.
+PLACE = ("bridge", "address", "subnet")
+
 Network = Mapping[str, Any]
 
 
@@ -84,7 +87,7 @@ def dhcp_lock(wait_s: float = 0) -> AbstractContextManager[None]:
 
 def settings(network: Network) -> dict[str, Any]:
     """The part of a profile's network that the boot service needs."""
-    named = {key: network[key] for key in ("bridge", "address", "subnet")}
+    named = {key: network[key] for key in PLACE}
     networks = {key: list(network.get(key) or ()) for key in (*EGRESS, NAME_SERVERS)}
     return {
         **named,

@@ -4,7 +4,7 @@ It compares by parity's checks, which send traffic where they can, and repairs b
 modules. It starts dead guardians, restores the network, the guards of fabric functions and lost
 rate limits, and quiesces the GPU services. It frees, starts and ends nothing of a tenant. If the
 profile's network is not the one that bootstrap recorded, it is not repaired, because that change is
-an operator's.
+an operator's. Until the next bootstrap, the host is compared with what that record says.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _gpu_services
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
     _boot_service,
     _boot_units,
     _change,
+    _file_edits,
     _free_space,
     _host_mode,
     _object_names,
@@ -53,15 +55,29 @@ def keep(params: Params, *, check_mode: bool) -> tuple[list[str], Rows]:
     """Repair what differs. Returns the steps, and what is left: code, expected, found, remedy."""
     if not _host_mode.is_slice():
         raise _host_mode.not_slice()
-    rows = look(params)
-    failed = {row["role"] for row in rows} - {""}
+    network, recorded = params["profile"]["network"], _guards.recorded()
+    present = {**params, "profile": {**params["profile"], "network": _in_force(network, recorded)}}
+    unlike = _unlike(network, recorded)
+    rows = look(present)
+    failed = {row["role"] for row in rows} - {"", *(["slice_network"] if unlike else [])}
     done, refusals = ([], []) if check_mode else _mend(params, failed)
     # Traffic of tenants may have delayed an answer, so a failure counts when it is seen twice.
-    rows = look(params) if rows and not check_mode else rows
+    rows = look(present) if rows and not check_mode else rows
     return done, [
         *(_problem(row) for row in rows),
-        *map(_refusal, [*refusals, *_free_space.full()]),
+        *map(_refusal, [*refusals, *unlike, *_free_space.full()]),
     ]
+
+
+def _in_force(network: Params, recorded: Params) -> Params:
+    """The network that the host must have until its next bootstrap: that of the last one, if its
+    file is as bootstrap wrote it. Launches already use the profile's own bridge and addresses.
+    """
+    path = _baseline_files.SETTINGS
+    given = _boot_files.recorded().get(_boot_units.NETWORK.name, {}).get(path)
+    if given is None or given != _file_edits.digest_of(path):
+        return network
+    return {**network, **recorded, **{key: network[key] for key in _baseline_files.PLACE}}
 
 
 def look(params: Params) -> list[dict[str, str]]:
@@ -94,10 +110,11 @@ def _target_silent(row: Mapping[str, str]) -> dict[str, str]:
 
 def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
     """Repair the parts of these roles, and start dead guardians: the steps, and the refusals."""
-    profile, recorded = params["profile"], _guards.recorded()
+    profile = params["profile"]
     repairs: list[Callable[[list[str]], None]] = []
     if "slice_network" in roles:
-        repairs.append(lambda done: _restore_network(profile["network"], recorded, done))
+        network = _baseline_files.settings(profile["network"])
+        repairs.append(lambda done: _drive(_ovs_nat.SUBJECT, network, done))
     if "fabric_functions" in roles:
         # Only guards: new functions and identities would take a tenant's functions away.
         repairs.append(_restore_guards)
@@ -162,20 +179,23 @@ def _start_guardians(done: list[str]) -> None:
             done.append(f"{step.name} {step.subject}")
 
 
-def _restore_network(network: Params, recorded: Params, done: list[str]) -> None:
+def _unlike(network: Params, recorded: Params) -> list[Refusal]:
+    """Refusal of a profile's network that is not the one that bootstrap recorded."""
     settings = _baseline_files.settings(network)
     # The record of an earlier release lacks the name servers.
     known = {_baseline_files.NAME_SERVERS: [], **recorded} if recorded else {}
-    if settings != known:
-        differing = sorted(key for key in settings if settings[key] != known.get(key))
-        raise Refusal(
+    if settings == known:
+        return []
+    differing = sorted(key for key in settings if settings[key] != known.get(key))
+    return [
+        Refusal(
             "network_settings_differ",
             expected=f"the network of the profile as bootstrap recorded it in "
             f"{_baseline_files.SETTINGS}",
             found=f"other values of {', '.join(differing)}" if recorded else "no record",
             remedy="run the bootstrap playbook, which establishes the profile's network",
         )
-    _drive(_ovs_nat.SUBJECT, settings, done)
+    ]
 
 
 def _drive(subject: _change.Subject, params: Params, done: list[str]) -> None:

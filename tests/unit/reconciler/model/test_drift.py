@@ -286,6 +286,7 @@ FAULT = {"expected": "it", "found": "none", "remedy": "bootstrap"}
         ("guest_egress", {"", "b"}),
         ("host_disk_full", {""}),
         ("egress_target_silent", {""}),
+        ("network_settings_differ", {""}),
     ],
 )
 def test_a_fault_of_the_host_itself_is_the_nodes_and_closes_idle_slots(

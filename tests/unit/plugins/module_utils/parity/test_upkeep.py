@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_files,
+    _boot_service,
     _boot_units,
     _command,
     _free_space,
@@ -222,18 +226,43 @@ def test_a_network_that_bootstrap_does_not_know_is_named_and_left(rig: Rig) -> N
         _upkeep.keep(PARAMS, check_mode=False)
 
 
-def test_a_record_of_a_release_without_name_servers_is_repaired(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_record_of_a_release_without_name_servers_is_repaired() -> None:
     """A field that is new in the profile is no operator's change as long as it has its default."""
-    driven: list[Any] = []
-    monkeypatch.setattr(_upkeep, "_drive", lambda _subject, params, _done: driven.append(params))
     settings = _baseline_files.settings(NETWORK)
     recorded = {key: value for key, value in settings.items() if key != "name_servers"}
-    _upkeep._restore_network(NETWORK, recorded, [])
-    assert driven == [settings]
-    with pytest.raises(Refusal, match="name_servers"):
-        _upkeep._restore_network({**NETWORK, "name_servers": ["9.9.9.9"]}, recorded, [])
+    assert _upkeep._unlike(NETWORK, recorded) == []
+    (refusal,) = _upkeep._unlike({**NETWORK, "name_servers": ["9.9.9.9"]}, recorded)
+    assert refusal.found == "other values of name_servers"
+
+
+def test_a_host_is_compared_with_its_last_bootstrap_until_the_next(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots stay on sale when only the profile has changed, and not when its file has."""
+    looked: list[Any] = []
+    monkeypatch.setattr(_upkeep, "look", lambda p: looked.append(p["profile"]["network"]) or [])
+    monkeypatch.setattr(_upkeep, "_mend", lambda *_: ([], []))
+    monkeypatch.setattr(_free_space, "full", list)
+    _host.write(_host_mode.MARKER, '{"mode": "slice"}')
+    old = _baseline_files.settings(NETWORK)
+    _boot_service.install(replace(_boot_units.NETWORK, settings=old))
+    new = {**NETWORK, "egress_probe": "8.8.8.8", "subnet": "10.9.0.0/24"}
+    given = {**PARAMS, "profile": {**PROFILE, "network": new}}
+
+    def differs(*, check_mode: bool = False) -> list[str]:
+        return [row["found"] for row in _upkeep.keep(given, check_mode=check_mode)[1]]
+
+    expected = ["other values of egress_probe, subnet"]
+    assert differs() == differs(check_mode=True) == expected
+    # Launches use the profile's own subnet, so a host with another one must not be sold.
+    assert looked[-1] == {**old, "subnet": "10.9.0.0/24"}
+    _host.write(_baseline_files.SETTINGS, json.dumps({**old, "allowed_networks": ["10.0.0.0/8"]}))
+    assert differs() == ["other values of allowed_networks, egress_probe, subnet"]
+    assert looked[-1] == new
+    # The record of an earlier release does not have the settings.
+    _boot_service.install(replace(_boot_units.NETWORK, settings=old))
+    _boot_files.remember(_boot_units.NETWORK, {"/a": "b"})
+    assert (differs(), looked[-1]) == (expected, new)
 
 
 def filtered(rig: Rig, place: str, hook: str) -> contextlib.AbstractContextManager[None]:
