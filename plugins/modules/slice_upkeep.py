@@ -21,9 +21,9 @@ description:
     another authority, it also ends that account's connections, because the former authority may be
     stolen. Nothing else of a tenant is freed, started or ended.
   - A difference that remains is returned in RV(baseline) and does not fail the module. The same
-    applies to a full file system, and to a network of the profile that bootstrap has not
-    established. Rules of such a network hold from the next bootstrap, and the host is compared with
-    those of the last one. On a host that is not in slice mode the baseline is unknown, with
+    applies to a full or read-only file system, and to a network of the profile that bootstrap has
+    not established. Rules of such a network hold from the next bootstrap, and the host is compared
+    with those of the last one. On a host that is not in slice mode the baseline is unknown, with
     C(known) false.
 options:
   profile:

@@ -1,4 +1,4 @@
-"""Faults of a host that stop its runs: a full disk and a wrong clock, by name."""
+"""Faults of a host that stop its runs: a full or read-only disk, and a wrong clock, by name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,30 @@ _FULL = re.compile(
     r"No space left on device|Disk quota exceeded|No usable temporary directory found",
     re.IGNORECASE,
 )
+_READ_ONLY = re.compile(r"Read-only file system", re.IGNORECASE)
 
 
-def full_disk(message: str) -> dict[str, str] | None:
-    """The fault if a full disk ended the run; None if the message says otherwise."""
+def unwritable(message: str) -> dict[str, str] | None:
+    """The fault if a full disk or a read-only file system ended the run; None if the message says
+    otherwise.
+    """
+    if _READ_ONLY.search(message):
+        return {
+            "code": "host_read_only",
+            "expected": "file systems of the host that can be written",
+            "found": message,
+            "remedy": "look for the cause in the host's `dmesg`, which is mostly a failing disk, "
+            "and run `mount -o remount,rw` on the mount point (`findmnt -O ro`), then request the "
+            "task again",
+        }
     if not _FULL.search(message):
         return None
     return {
         "code": "host_disk_full",
         "expected": "room for the modules of the run and their files on the host",
         "found": message,
-        "remedy": "free space on the host (`df -h; df -i`), mostly in /tmp, /var or /root, then "
-        "request the task again",
+        "remedy": "free space on the host (`df -h; df -i`), mostly in /tmp, /var or /root, or make "
+        "a file system writable that is read-only (`findmnt -O ro`), then request the task again",
     }
 
 

@@ -125,7 +125,7 @@ def read_failure(outcome: Outcome) -> Failure:
         reported = result.get("error") or {}
         error = {part: reported.get(part, text) for part, text in default.items()}
         if error["code"] in _UNNAMED:
-            error = host_faults.full_disk(error["found"]) or error
+            error = host_faults.unwritable(error["found"]) or error
         return Failure(result.get("step", ""), error, result.get("evidence", {}), known=True)
     code = "host_unreachable" if outcome.unreachable else f"run_{outcome.status}"
     code = code if outcome.begun else _NOT_STARTED
@@ -138,10 +138,10 @@ def read_failure(outcome: Outcome) -> Failure:
         "found": problem,
         "remedy": _UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
     }
-    # No module starts on a full disk, so no task of the playbook is left to give a result. Other
-    # problems may be of this machine, or of AWX, and of their disks.
+    # No module starts on a full or read-only disk, so no task of the playbook is left to give a
+    # result. Other problems may be of this machine, or of AWX, and of their disks.
     if outcome.unreachable or problem.startswith(f"{events.MODULE_FAILED}: "):
-        ended = host_faults.full_disk(problem) or ended
+        ended = host_faults.unwritable(problem) or ended
     return Failure("", ended, result.get("evidence", {}), known=False)
 
 

@@ -1,4 +1,6 @@
-"""File systems of a host that are full, or almost: with less, a launch, a log or a module fails."""
+"""File systems of a host in which nothing can be written: full, or almost, or read-only. A launch,
+a log or a module would fail.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +11,40 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 _LEAST_BYTES = 256 << 20
-_FOLDERS = ("/", "/tmp", "/var/lib/gpuaas", "/var/lib/libvirt")  # noqa: S108
+# /run is small on some hosts, and holds locks, sockets and the snapshot of telemetry.
+_LEAST_OF = {"/run": 4 << 20}
+_FOLDERS = ("/", "/tmp", "/var/lib/gpuaas", "/var/lib/libvirt", "/run")  # noqa: S108
 
 
 def full() -> list[Refusal]:
-    """A refusal for each full file system."""
+    """A refusal for each of them."""
     by_device: dict[int, Refusal] = {}
     for folder in _FOLDERS:
         with contextlib.suppress(OSError):
             path = _host.path(folder)
-            free = os.statvfs(path)
-            room = free.f_bavail * free.f_frsize
-            no_inodes = free.f_files and not free.f_favail
-            if room < _LEAST_BYTES or no_inodes:
-                left = "no free inode" if no_inodes else f"{room >> 20} MiB free"
-                by_device[path.stat().st_dev] = Refusal(
-                    "host_disk_full",
-                    expected=f"at least {_LEAST_BYTES >> 20} MiB and free inodes",
-                    found=f"{left} in the file system of {folder}",
-                    remedy="free space on the host: old logs, packages, and images that no slice "
-                    "needs in /var/lib/gpuaas/images",
-                )
+            if refusal := _refusal(folder, os.statvfs(path)):
+                by_device.setdefault(path.stat().st_dev, refusal)
     return list(by_device.values())
+
+
+def _refusal(folder: str, free: os.statvfs_result) -> Refusal | None:
+    if free.f_flag & os.ST_RDONLY:
+        return Refusal(
+            "host_read_only",
+            expected=f"a file system of {folder} that can be written",
+            found="it is mounted read-only",
+            remedy="look for the cause in `dmesg`, which is mostly a failing disk, then run `mount "
+            f"-o remount,rw` on its mount point (`findmnt -T {folder}`)",
+        )
+    room, least = free.f_bavail * free.f_frsize, _LEAST_OF.get(folder, _LEAST_BYTES)
+    no_inodes = free.f_files and not free.f_favail
+    if room >= least and not no_inodes:
+        return None
+    left = "no free inode" if no_inodes else f"{room >> 20} MiB free"
+    return Refusal(
+        "host_disk_full",
+        expected=f"at least {least >> 20} MiB and free inodes",
+        found=f"{left} in the file system of {folder}",
+        remedy="free space on the host: old logs, packages, and images that no slice needs in "
+        "/var/lib/gpuaas/images",
+    )

@@ -173,8 +173,7 @@ def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
         }
         if any(_file_edits.unlike(path, text) for path, text in files.items()):
             differs.append("network_file")
-        if _free_space.full():
-            differs.append("host_disk_full")
+        differs += sorted({refusal.code for refusal in _free_space.full()})
     except (Refusal, OSError, ValueError, KeyError, TypeError):
         problems.append("baseline")
     return differs

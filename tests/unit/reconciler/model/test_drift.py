@@ -285,6 +285,8 @@ FAULT = {"expected": "it", "found": "none", "remedy": "bootstrap"}
         ("nat", {"", "b"}),
         ("guest_egress", {"", "b"}),
         ("host_disk_full", {""}),
+        # Each launch would block its slot.
+        ("host_read_only", {"", "b"}),
         ("egress_target_silent", {""}),
         ("network_settings_differ", {""}),
     ],

@@ -37,6 +37,7 @@ FULL = (
     "directory found in ['/tmp', '/var/tmp', '/usr/tmp', '/root']"
 )
 DIED = "OSError: [Errno 28] No space left on device: '/var/lib/gpuaas/ledger/.x' (_host.py:153)"
+READ_ONLY = "OSError: [Errno 30] Read-only file system: '/var/lib/gpuaas/ledger/.x' (_host.py:153)"
 COPY = (
     "unreachable: Failed to create temporary directory. stderr output: mkdir: cannot create "
     "directory '/root/.ansible': No space left on device"
@@ -55,6 +56,8 @@ def failed(code: str, found: str) -> Outcome:
         (failed("system_error", DIED), "host_disk_full"),
         (Outcome("failed", None, COPY, unreachable=True), "host_disk_full"),
         (Outcome("failed", None, f"module_failed: {FULL}"), "host_disk_full"),
+        (failed("system_error", READ_ONLY), "host_read_only"),
+        (Outcome("failed", None, f"module_failed: {READ_ONLY}"), "host_read_only"),
         (Outcome("failed", None, "module_failed: something else"), "run_failed"),
         # Not of the host: of AWX, or of this machine.
         (Outcome("failed", None, f"result_missing: {DIED}"), "run_failed"),
@@ -64,7 +67,7 @@ def failed(code: str, found: str) -> Outcome:
         (failed("image_too_large", DIED), "image_too_large"),
     ],
 )
-def test_a_full_disk_of_the_host_has_its_name(outcome: Outcome, code: str) -> None:
+def test_a_disk_of_the_host_that_takes_no_writes_has_its_name(outcome: Outcome, code: str) -> None:
     error = read_failure(outcome).error
     assert error["code"] == code
     assert set(error) == {"code", "expected", "found", "remedy"} and all(error.values())

@@ -471,6 +471,29 @@ def test_a_full_file_system_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch
     assert (row.code, row.found) == ("host_disk_full", "3 MiB free in the file system of /")
 
 
+def test_a_read_only_file_system_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("run", "var/lib/gpuaas"):
+        (tree / folder).mkdir(parents=True, exist_ok=True)
+    real = os.statvfs(tree)
+    flags = {tree / "var/lib/gpuaas": os.ST_RDONLY}
+    # All of /run is small on some hosts.
+    blocks = {tree / "run": 2000}
+
+    def shown(path: Path) -> os.statvfs_result:
+        room, flag = blocks.get(path, 1_000_000), flags.get(path, 0)
+        return os.statvfs_result((4096, 4096, *real[2:4], room, *real[5:8], flag, 255))
+
+    monkeypatch.setattr(os, "statvfs", shown)
+    (row,) = _free_space.full()
+    assert (row.code, row.found) == ("host_read_only", "it is mounted read-only")
+    assert "remount,rw" in row.remedy and "/var/lib/gpuaas" in row.remedy
+    flags.clear()
+    assert _free_space.full() == []
+    blocks[tree / "run"] = 1000
+    (row,) = _free_space.full()
+    assert row.found == "3 MiB free in the file system of /run"
+
+
 @pytest.mark.covers("SLICE-10")
 def test_a_host_of_an_earlier_version_takes_the_gateways_authority(rig: Rig) -> None:
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKlD7mHAmvLJF1Eb8RvzpO3kcJHk1bkNQMeIKMxZk0V3"

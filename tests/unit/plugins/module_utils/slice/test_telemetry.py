@@ -238,8 +238,9 @@ def test_what_only_drift_detection_repairs_is_named(host: Path, script: Script) 
     active[:] = ["dcgm.service"]
     assert differs() == ["guardian_stopped", "gpu_service_active"]
     _host.write(_baseline_files.DNSMASQ, "# edited\n")
-    full.append(Refusal("host_disk_full", expected="a", found="b", remedy="c"))
-    assert differs()[2:] == ["network_file", "host_disk_full"]
+    for code in ("host_read_only", "host_disk_full", "host_disk_full"):
+        full.append(Refusal(code, expected="a", found="b", remedy="c"))
+    assert differs()[2:] == ["network_file", "host_disk_full", "host_read_only"]
     _host.write(record, "{")
     assert differs() == []
     assert json.loads(_host.read(_telemetry.SNAPSHOT) or "")["problems"] == ["baseline"]
