@@ -23,8 +23,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _telemet
 ACCOUNT = _accounts.TELEMETRY
 PRINCIPALS = _accounts.principals(ACCOUNT)
 # The host measures the age, by the clock that wrote the file, so that the snapshot of a stopped
-# service is not printed. The folder belongs to root, so nobody else can put a link there.
-COMMAND = f"exec find {_telemetry.SNAPSHOT} -maxdepth 0 -type f -mmin -2 -exec cat {{}} +"
+# service is not printed. To `-mmin` a time in the future, from before a change of the clock, is
+# recent. The folder belongs to root, so nobody else can put a link there.
+_RECENT = "-maxdepth 0 -type f -mmin -2 ! -newermt now"
+COMMAND = f"exec find {_telemetry.SNAPSHOT} {_RECENT} -exec cat {{}} +"
 LINE = f'restrict,command="{COMMAND}" {ACCOUNT}\n'
 
 _UNIT = _boot_units.TELEMETRY

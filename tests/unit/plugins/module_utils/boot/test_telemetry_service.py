@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
     _host,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _telemetry
 
 from tests.unit.plugins.module_utils.core.test_boot_service import SHOW, block
 
@@ -80,3 +84,14 @@ def test_installed_once_and_taken_back(
     assert drive(state="absent") == []
     _host.remove(UNIT.settings_path)
     assert sorted(path for path in tree.rglob("*") if path.is_file()) == before
+
+
+@pytest.mark.parametrize(("age_s", "printed"), [(30, "{}"), (300, ""), (-300, ""), (-4e8, "")])
+def test_only_a_recent_snapshot_is_printed(tmp_path: Path, age_s: float, printed: str) -> None:
+    """A time in the future is one from before a change of the clock, of a service that stopped."""
+    snapshot = tmp_path / "snapshot.json"
+    snapshot.write_text("{}")
+    os.utime(snapshot, (time.time() - age_s,) * 2)
+    command = _telemetry_service.COMMAND.replace(_telemetry.SNAPSHOT, str(snapshot))
+    done = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (printed, "")
