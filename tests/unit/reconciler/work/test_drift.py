@@ -211,6 +211,9 @@ def test_a_wrong_clock_is_named_and_closes_nothing(
     [
         {"collected_at": "now"},
         {"collected_at": "9999-12-31T23:59:59+00:00"},
+        {"collected_at": "2026-13-01T00:00:00+00:00"},
+        {"collected_at": "2026-02-30T00:00:00+00:00"},
+        {"collected_at": "2026-01-01T29:00:00+00:00"},
         {"baseline": {"known": True, "detail": "", "found": [{**NAT, "code": "a b"}]}},
         {"baseline": {"known": True, "detail": "", "found": [NAT] * 65}},
         {"repairs": {"known": True, "detail": "", "found": [{**REPAIR, "times": 2**60}]}},
