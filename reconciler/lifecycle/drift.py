@@ -21,7 +21,7 @@ from reconciler.db.schema import (
     slots,
     tasks,
 )
-from reconciler.lifecycle import gate, host, ingress, maintenance, power, slices
+from reconciler.lifecycle import gate, host, ingress, maintenance, power, slice_telemetry, slices
 from reconciler.model import host_faults
 from reconciler.model.act import Act
 from reconciler.model.bundle import Bundle
@@ -29,6 +29,7 @@ from reconciler.model.drift import (
     KEPT,
     LEAST_DIGITS,
     LONGEST,
+    SILENT,
     STEP,
     Difference,
     ExpectedAllocation,
@@ -107,6 +108,7 @@ def expected_state(
     records = {row.id: row for row in rows.every(conn, query, Allocation)}
     records |= {row.id: row for row in _named(conn, holdings, records)}
     rules = ingress.expected(conn, records, since)
+    silent = _silent(conn, node_id, records, holders, approved)
     return Records(
         tuple(expected.values()),
         tuple(
@@ -117,10 +119,34 @@ def expected_state(
                 tuple(slot.id for slot in expected.values() if slot.holder == key),
                 record.stopped,
                 *rules.get(key, ((), ())),
+                silent=key in silent,
             )
             for key, record in sorted(records.items())
         ),
     )
+
+
+def _silent(
+    conn: sa.Connection,
+    node_id: str,
+    records: Mapping[str, Allocation],
+    holders: Mapping[str, str],
+    approved: Sequence[Slot],
+) -> set[str]:
+    """Running slices of this node whose guests no longer answer."""
+    named = {
+        holders.get(slot.id)
+        for slot in approved
+        if f"{SILENT}: " in str(slot.health_detail.get("reason"))
+    }
+    return {
+        key
+        for key, record in records.items()
+        if record.state == AllocationState.ACTIVE
+        and record.node_id == node_id
+        and not record.stopped
+        and slice_telemetry.silent(conn, key, named=key in named)
+    }
 
 
 def _settled(

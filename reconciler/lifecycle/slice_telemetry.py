@@ -21,7 +21,7 @@ from reconciler.db.schema import (
     nodes,
     telemetry_samples,
 )
-from reconciler.model.slice_telemetry import Snapshot
+from reconciler.model.slice_telemetry import Snapshot, is_silent
 from reconciler.model.states import AllocationState, CapacityShape, NodeState
 
 PERIOD_S = 60.0
@@ -29,6 +29,8 @@ RING = 24 * 60
 KEPT_S = RING * PERIOD_S
 # A sample counts as current for so many minutes: a host may miss some turns.
 CURRENT = 4
+# A guest is silent that shows no sign of life for so long.
+SILENT_S = 30 * PERIOD_S
 # State of a machine without power.
 _OFF = "shut off"
 # Kinds of packets that the guards of slices refuse. Kinds and numbers are a host's word: they
@@ -131,6 +133,22 @@ def switched_off(
         for key in ids
     }
     return [key for key, host in last.items() if not host or host.get("state") != _OFF]
+
+
+def silent(conn: sa.Connection, allocation_id: str, *, named: bool) -> bool:
+    """Whether the guest of a running slice no longer answers.
+
+    Guests of other images never give telemetry, so only one counts that has spoken within the ring.
+    named: it counted as silent before, and may have spoken earlier than the ring remembers.
+    """
+    mine, now = telemetry_samples.c.allocation_id == allocation_id, clock.read(conn)
+    query = sa.select(telemetry_samples).where(mine, telemetry_samples.c.at > now - SILENT_S)
+    newest = rows.every(conn, query.order_by(telemetry_samples.c.at), TelemetrySample)
+    times = {"since": now - SILENT_S, "until": now, "gap_s": CURRENT * PERIOD_S}
+    if not is_silent([(row.at, row.host, row.guest) for row in newest], **times):
+        return False
+    spoke = sa.select(telemetry_samples.c.at).where(mine, telemetry_samples.c.guest.is_not(None))
+    return named or rows.first(conn, spoke) is not None
 
 
 def samples(conn: sa.Connection, allocation_id: str, minutes: int) -> list[TelemetrySample]:

@@ -23,6 +23,13 @@ JUDGED = (*IDLE_SLOTS, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
 # States of a machine whose CPUs run; libvirt calls some of those that wait for a device blocked.
 _RUNNING = ("running", "blocked")
+# A guest that no longer answers. Its tenant may have switched its telemetry off, so it is named and
+# nothing else.
+SILENT = "guest_silent"
+_SILENT_GUEST = (
+    "for 30 minutes its guest has given no telemetry, sent no packet and written nothing; read the "
+    "machine's console log on the host, then the tenant or an operator may run `gpuaas reset`"
+)
 # Differences of a slot, or of the node, and the length of a text of the host in one. An honest host
 # has no more.
 MOST, LONGEST = 256, 300
@@ -62,7 +69,7 @@ class ExpectedSlot:
 class ExpectedAllocation:
     """active: it has a machine on this host. slots: slots of this host that it has or had. stopped:
     its project has stopped the machine. ingress: rules that its host must have. ingress_live: rules
-    that it may have.
+    that it may have. silent: its guest no longer answers, as its telemetry says.
     """
 
     id: str
@@ -72,6 +79,7 @@ class ExpectedAllocation:
     stopped: bool = False
     ingress: tuple[str, ...] = ()
     ingress_live: tuple[str, ...] = ()
+    silent: bool = False
 
     @property
     def hexadecimal(self) -> str:
@@ -224,6 +232,8 @@ def _missing(
             yield "guest_stopped", HealthState.DEGRADED, f"its machine is {theirs[0]['state']}"
         elif running:
             yield from _unwell(theirs)
+            if allocation.silent and all(row["state"] in _RUNNING for row in theirs):
+                yield SILENT, HealthState.DEGRADED, _SILENT_GUEST
             given = {part for row in theirs for part in (*row["devices"], *row["disks"])}
             lacking = sorted(_parts(records, allocation.slots) - given)
             if lacking:

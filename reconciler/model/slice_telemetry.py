@@ -1,11 +1,14 @@
 """Telemetry of a slice: its values with their limits, as hosts send them and the API shows them.
 
-A host may be hostile, and the root of a guest always may be. A value decides nothing.
+A host may be hostile, and the root of a guest always may be. A value decides nothing; a silent
+guest is only named.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -135,3 +138,28 @@ class Snapshot(Values):
             error = invalid.errors(include_input=False, include_url=False)[0]
             # Names of fields come from the host; they go to the log.
             return f"{'.'.join(map(str, error['loc']))[:100]}: {error['msg'][:100]}"
+
+
+# What a living guest does at times: it asks for the time or its address, or writes its journal.
+_SIGNS = ("sent_packets", "disk_writes")
+
+
+def is_silent(
+    samples: Sequence[tuple[float, Mapping[str, Any], Mapping[str, Any] | None]],
+    *,
+    since: float,
+    until: float,
+    gap_s: float,
+) -> bool:
+    """Whether a running guest has shown no sign of life in this time.
+
+    samples: time and values of host and guest, the oldest first. One with a missing value shows
+    nothing, and so does a gap of more than gap_s seconds: the guest may have spoken in it.
+    """
+    times = [since, *(at for at, _host, _guest in samples), until]
+    if any(later - earlier > gap_s for earlier, later in pairwise(times)):
+        return False
+    if any(host.get("state") != "running" or guest is not None for _at, host, guest in samples):
+        return False
+    signs = {tuple(host.get(sign) for sign in _SIGNS) for _at, host, _guest in samples}
+    return len(signs) == 1 and None not in signs.pop()

@@ -210,6 +210,42 @@ def test_a_guest_that_shuts_itself_down_keeps_its_claim(compare: Compared, activ
     assert "shut off" in rows[0].reason
 
 
+def test_a_guest_that_no_longer_answers_is_named_until_it_does(
+    compare: Compared, active: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdings = nothing()
+    tenant(holdings, active, compare.bundles())
+    asked: list[tuple[str, bool]] = []
+    silent = True
+
+    def read(_conn: object, key: str, *, named: bool) -> bool:
+        asked.append((key, named))
+        return silent
+
+    monkeypatch.setattr(drift.slice_telemetry, "silent", read)
+    result = compare(holdings)
+    assert [row["code"] for row in result["differences"]] == ["guest_silent"] * 2
+    assert result["blocked"] == result["shut"] == []
+    assert compare.slot_state() == ("active", "degraded", "guest_silent")
+    assert compare.held() == [("active", "active", "active")]
+    compare(holdings)
+    # The host may name a machine of any node, and has no word on it.
+    compare.site.node("n2", (0,), 2)
+    with transaction(compare.engine) as conn:
+        conn.execute(sa.update(tables.allocations).values(node_id="n2"))
+    compare(holdings)
+    with transaction(compare.engine) as conn:
+        conn.execute(sa.update(tables.allocations).values(node_id="n1", stopped=True))
+    compare(holdings)
+    assert asked == [(active, False), (active, True)]
+    with transaction(compare.engine) as conn:
+        conn.execute(sa.update(tables.allocations).values(stopped=False))
+    silent = False
+    compare(holdings)
+    assert compare.slot_state() == ("active", "healthy", "")
+    compare.sound()
+
+
 @pytest.mark.covers("I15")
 def test_a_machine_that_is_gone_keeps_its_claim_and_can_be_released(
     compare: Compared, active: str

@@ -14,7 +14,7 @@ from reconciler.db import clock
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import allocations, telemetry_samples
 from reconciler.lifecycle import retention, slice_telemetry
-from reconciler.model.slice_telemetry import Snapshot
+from reconciler.model.slice_telemetry import Snapshot, is_silent
 from tests.unit.reconciler.conftest import Site
 
 pytestmark = pytest.mark.covers("SLICE-11")
@@ -87,6 +87,67 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
         slice_telemetry.record(conn, "n1", off)
         assert look(off) == []
         assert look(off, again=True) == [mine]
+
+
+IDLE = {"state": "running", "sent_packets": 5, "disk_writes": 7}
+
+
+def minutes(last: int, first: int = 30, **change: Any) -> list[tuple[float, Any, Any]]:
+    """Samples of these minutes before the end, with these values of an idle guest."""
+    guest = change.pop("guest", None)
+    return [(-60.0 * at, {**IDLE, **change}, guest) for at in range(first, last, -1)]
+
+
+@pytest.mark.covers("SLICE-8")
+@pytest.mark.parametrize(
+    ("samples", "silent"),
+    [
+        (minutes(0), True),
+        (minutes(0)[::4], True),
+        # A value that was never there, and one that is not there now.
+        ([(at, {**host, "sent_packets": None}, guest) for at, host, guest in minutes(0)], False),
+        ([*minutes(1), (-60.0, {"state": "running", "sent_packets": 5}, None)], False),
+        # Signs of life.
+        ([*minutes(1), *minutes(0, 1, sent_packets=6)], False),
+        ([*minutes(1), *minutes(0, 1, disk_writes=8)], False),
+        ([*minutes(29), *minutes(0, 29, disk_writes=8)], False),
+        ([*minutes(20), *minutes(19, 20, guest={"age_s": 1.0}), *minutes(0, 19)], False),
+        # It has not run all the time.
+        ([*minutes(20), *minutes(19, 20, state="paused"), *minutes(0, 19)], False),
+        (minutes(0, state="shut off"), False),
+        # It may have spoken meanwhile.
+        ([], False),
+        (minutes(0, 25), False),
+        (minutes(5), False),
+        ([*minutes(20), *minutes(0, 15)], False),
+    ],
+)
+def test_what_shows_that_a_guest_no_longer_answers(samples: Any, silent: bool) -> None:
+    assert is_silent(samples, since=-1800, until=0, gap_s=240) is silent
+
+
+@pytest.mark.covers("SLICE-8")
+def test_a_guest_that_has_spoken_within_the_day_is_silent(
+    on_either: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction(on_either.engine) as conn:
+        mine, now = on_either.active(conn), clock.read(conn)
+
+        def record(*ages: int, guest: dict[str, Any] | None = None) -> None:
+            for age in ages:
+                with monkeypatch.context() as past:
+                    past.setattr(clock, "read", lambda _c, age=age: now - 60 * age)
+                    slice_telemetry.record(conn, "n1", snapshot(mine, guest, **IDLE))
+
+        silent = partial(slice_telemetry.silent, conn, mine)
+        assert not silent(named=True), "nothing was ever read"
+        record(*range(32, -1, -1))
+        assert not silent(named=False), "an image without telemetry"
+        assert silent(named=True), "it spoke before the ring began"
+        record(600, guest={"age_s": 1.0})
+        assert silent(named=False)
+        record(3, guest={"age_s": 200.0})
+        assert not silent(named=True)
 
 
 def test_metrics_have_a_series_per_value_and_none_from_names_of_a_guest(on_either: Site) -> None:

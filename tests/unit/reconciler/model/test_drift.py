@@ -12,6 +12,7 @@ import pytest
 
 from reconciler.model.bundle import Bundle
 from reconciler.model.drift import (
+    LONGEST,
     Difference,
     ExpectedAllocation,
     ExpectedSlot,
@@ -109,6 +110,19 @@ def test_what_a_tenant_lacks(holdings: Holdings, change: Change, code: str, seve
     (difference,) = compare(holdings, RECORDS).differences
     assert (difference.slot_id, difference.code, difference.severity) == ("a", code, severity)
     assert not difference.orphan
+
+
+def test_a_guest_that_no_longer_answers_is_named_while_its_machine_runs(holdings: Holdings) -> None:
+    silent = replace(RECORDS, allocations=(replace(RECORDS.allocations[0], silent=True),))
+    (difference,) = compare(holdings, silent).differences
+    assert (difference.slot_id, difference.code) == ("a", "guest_silent")
+    assert (difference.severity, difference.orphan) == (HealthState.DEGRADED, False)
+    assert "gpuaas reset" in difference.found and len(difference.found) < LONGEST
+    for change, code in ((paused, "guest_unwell"), (off, "guest_stopped")):
+        change(holdings)
+        assert {row.code for row in compare(holdings, silent).differences} == {code}
+    unknown(holdings, "domains")
+    assert "guest_silent" not in {row.code for row in compare(holdings, silent).differences}
 
 
 def test_a_machine_that_its_project_stopped_may_be_off(holdings: Holdings) -> None:
