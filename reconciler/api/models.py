@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_ssh_public_key,
-)
 from fastapi import Path, Query
 from pydantic import (
     AfterValidator,
@@ -29,6 +20,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from reconciler.db import clock
+from reconciler.trust.keygen import plain_key, whole_key
 
 Record = dict[str, Any]
 
@@ -206,9 +198,6 @@ _KEY_TYPES = frozenset(
 )
 
 
-_RSA_BITS = 1024
-
-
 def _typed_key(text: str) -> str:
     """Type, base64 and comment, in the one spelling of its bytes by which the gateway knows it."""
     # The guest's SSH server would obey options in front of a key, such as command="…".
@@ -216,28 +205,12 @@ def _typed_key(text: str) -> str:
     blob, _, comment = rest.partition(" ")
     if kind not in _KEY_TYPES:
         raise ValueError("a public key begins with its type, such as ssh-ed25519")
-    try:
-        data = base64.b64decode(blob, validate=True)
-    except binascii.Error as error:
-        raise ValueError("the key is not base64") from error
-    if not data.startswith(len(kind).to_bytes(4, "big") + kind.encode()):
-        raise ValueError("the key is not of the type that it names")
-    return f"{kind} {base64.b64encode(data).decode()} {comment}".rstrip()
+    return f"{plain_key(kind, blob)} {comment}".rstrip()
 
 
 def _public_key(text: str) -> str:
-    typed = _typed_key(text)
-    kind, blob, *comment = typed.split(" ", 2)
-    line = f"{kind} {blob}"
-    try:
-        key = load_ssh_public_key(line.encode())
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise ValueError("the key is incomplete or damaged") from error
-    if isinstance(key, RSAPublicKey):
-        if key.key_size < _RSA_BITS:
-            raise ValueError(f"OpenSSH takes no RSA key of less than {_RSA_BITS} bits")
-        line = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-    return " ".join((line, *comment))
+    kind, blob, *comment = _typed_key(text).split(" ", 2)
+    return " ".join((whole_key(f"{kind} {blob}"), *comment))
 
 
 def _known_key(text: str) -> str:

@@ -68,7 +68,7 @@ class EnrolmentRequest:
         return cls(
             **{name: body[name] for name in _FIELDS},
             **fabric,
-            host_key=public_key(key if isinstance(key, str) else ""),
+            host_key=public_key(key if isinstance(key, str) else "", whole=True),
         )
 
 

@@ -45,7 +45,7 @@ from reconciler.trust.ca import (
     revoke_host,
     telemetry_identity,
 )
-from reconciler.trust.keygen import TrustError
+from reconciler.trust.keygen import TrustError, public_key
 from reconciler.work import maas
 from reconciler.work.handler import Handler, canceled, open_work
 from reconciler.work.kinds import HANDLERS
@@ -346,7 +346,7 @@ def prepare(
             node.address,
             node.port,
             node.ssh_user,
-            revoked=tuple(" ".join(key.split()[:2]) for key in revoked),
+            revoked=tuple(map(public_key, revoked)),
         ),
         variables=variables,
         deadline_s=deadline_s,

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from pydantic import ValidationError
 
 from reconciler.db.engine import transaction
+from reconciler.db.schema import node_certificates
 from reconciler.records import tokens
 from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
@@ -263,6 +265,22 @@ def test_a_host_cannot_take_its_neighbours_key(new: Stack, tmp_path: Path) -> No
     sent = body(new) | {"node_id": "other", "token": token, "host_key": theirs}
     answer = new.client().post("nodes/other/enrol", json=sent)
     assert (answer.status_code, answer.json()["code"]) == (409, "host_key_not_accepted")
+
+
+@pytest.mark.parametrize("upgraded", [False, True])
+@pytest.mark.parametrize("tail", ["=", "=="])
+def test_a_host_key_is_revoked_however_it_is_spelled(
+    new: Stack, tmp_path: Path, tail: str, upgraded: bool
+) -> None:
+    """ssh reads a single spelling. upgraded: an earlier version has recorded another."""
+    first, second = keys(tmp_path, "first", "second")
+    sent = first if upgraded else f"{first}{tail}"
+    assert new.client().post(PATH, json=body(new) | {"host_key": sent}).status_code == 200
+    if upgraded:
+        with transaction(new.engine) as conn:
+            conn.execute(sa.update(node_certificates).values(public_key=f"{first}{tail}"))
+    assert new.client().post(PATH, json=body(new) | {"host_key": second}).status_code == 200
+    assert revoked(new) == [first]
 
 
 def test_a_token_survives_a_certificate_that_could_not_be_made(

@@ -40,6 +40,13 @@ BODY = {
 }
 
 
+# With the point of its curve in the short form, which OpenSSH does not read.
+COMPRESSED = (
+    "ecdsa-sha2-nistp256 AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTYAAAAhA2sX0fLhLEJH"
+    "+Lzm5WOkQPJ3A32BLeszoPShOUXYmMKW"
+)
+
+
 def launch(stack: Stack, key: str = "k", *, by: str = "member", **changes: Any) -> Any:
     headers = {"Idempotency-Key": key}
     return stack.client(by).post(PATH, json=BODY | changes, headers=headers)
@@ -183,6 +190,7 @@ def test_other_tenants_are_not_there(selling: Stack) -> None:
         ({"ssh_keys": ["ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"]}, "request_invalid"),
         ({"ssh_keys": [f"{KEY.split()[0]} {KEY.split()[1]}AAAA"]}, "request_invalid"),
         ({"ssh_keys": [f"{KEY}\n{KEY}"]}, "request_invalid"),
+        ({"ssh_keys": [COMPRESSED]}, "request_invalid"),
         ({"node_id": NODE}, "request_invalid"),
         ({"parameters": {"ready_deadline_s": 0}}, "request_invalid"),
         ({"parameters": {"ready_deadline_s": True}}, "request_invalid"),
