@@ -39,7 +39,11 @@ _USER_EXTENSIONS = (
 )
 # Values of valid_after and valid_before that mean "no limit".
 _ALWAYS, _FOREVER = 0, 2**64 - 1
-_UNREADABLE = (ValueError, TypeError, OverflowError, UnsupportedAlgorithm, InvalidSignature)
+# NotImplementedError: the point of an ECDSA key is compressed.
+_UNREADABLE = (
+    *(ValueError, TypeError, OverflowError, NotImplementedError),
+    *(UnsupportedAlgorithm, InvalidSignature),
+)
 
 
 @dataclass(frozen=True)

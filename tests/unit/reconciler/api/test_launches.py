@@ -27,6 +27,7 @@ from reconciler.profiles import hardware_profile, profile_offers, ready_minimum_
 from reconciler.records import queue
 from tests.unit.reconciler.api.refusals import refused
 from tests.unit.reconciler.api.stack import ACT, IMAGE, KEY, NODE, Stack, bundle
+from tests.unit.reconciler.trust.test_keygen import COMPRESSED
 
 PATH = "projects/demo/allocations"
 PROFILES = Path(__file__).resolve().parents[4] / "profiles"
@@ -38,13 +39,6 @@ BODY = {
     "hostname": "slice-1",
     "image": "ubuntu",
 }
-
-
-# With the point of its curve in the short form, which OpenSSH does not read.
-COMPRESSED = (
-    "ecdsa-sha2-nistp256 AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTYAAAAhA2sX0fLhLEJH"
-    "+Lzm5WOkQPJ3A32BLeszoPShOUXYmMKW"
-)
 
 
 def launch(stack: Stack, key: str = "k", *, by: str = "member", **changes: Any) -> Any:

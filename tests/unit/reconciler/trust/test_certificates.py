@@ -11,6 +11,7 @@ import pytest
 from reconciler.trust import keygen
 from reconciler.trust.certificates import Signature, certify, read_certificate
 from reconciler.trust.keygen import TrustError
+from tests.unit.reconciler.trust.test_keygen import COMPRESSED
 
 pytestmark = pytest.mark.covers("HOST-13")
 
@@ -90,6 +91,12 @@ def test_a_certificate_that_was_changed_or_is_none_is_not_read(tmp_path: Path) -
     for line in (f"{kind} {forged}", f"{kind} {cut}", f"{kind} AAAA", kind, "", key):
         with pytest.raises(TrustError, match="certificate_invalid"):
             read_certificate(line)
+
+
+def test_a_key_with_a_compressed_point_gets_no_certificate(tmp_path: Path) -> None:
+    pair(tmp_path / "ca", "-t", "ed25519")
+    with pytest.raises(TrustError, match="keygen_failed"):
+        certify(tmp_path / "ca", COMPRESSED, signature(host=True))
 
 
 @pytest.mark.parametrize("times", ["always:forever", "always:20300101", "20200101:forever"])
