@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from reconciler.trust.certificates import Signature, certify, certify_clock, read_certificate
+from reconciler.trust.certificates import (
+    CertificateInfo,
+    Signature,
+    certify,
+    certify_clock,
+    read_certificate,
+)
 from reconciler.trust.keygen import TrustError, new_key, public_key
 
 OPERATOR = "gpuaas-operator"
@@ -122,12 +128,10 @@ def _identity(trust: Trust, key: Path, principal: str, valid_s: int) -> Identity
     needed = now + timedelta(seconds=valid_s)
     identity = Identity(key, path, known_hosts(trust))
     with _locked(trust):
-        if path.exists():
-            present = read_certificate(path.read_text())
-            # One that begins later was made while the clock of this machine was ahead.
-            valid = present.valid_after <= now and present.valid_before > needed
-            if valid and present.principals == (principal,):
-                return identity
+        present = _present(trust, identity, principal)
+        # One that begins later was made while the clock of this machine was ahead.
+        if present and present.valid_after <= now and present.valid_before > needed:
+            return identity
         signature = Signature(
             key_id=principal,
             principals=(principal,),
@@ -141,13 +145,24 @@ def _identity(trust: Trust, key: Path, principal: str, valid_s: int) -> Identity
     return identity
 
 
+def _present(trust: Trust, identity: Identity, principal: str) -> CertificateInfo | None:
+    """The certificate in an identity's file. None if it has to be made: a power cut can empty the
+    file, and a backup that is restored in part can bring back another key or authority.
+    """
+    try:
+        present = read_certificate(identity.certificate.read_text(errors="replace"))
+    except (FileNotFoundError, TrustError):
+        return None
+    expected = ((principal,), _public(identity.key), user_ca(trust))
+    return present if (present.principals, present.key, present.authority) == expected else None
+
+
 def clock_identity(trust: Trust) -> Identity:
     """An identity that only reads the clock of a host, whatever time the host's clock shows."""
     path = trust.directory / "clock-cert.pub"
     with _locked(trust):
-        if not path.exists():
-            line = certify_clock(trust.user_authority, _public(trust.operator), OPERATOR)
-            _write(path, line + "\n")
+        line = certify_clock(trust.user_authority, _public(trust.operator), OPERATOR)
+        _write(path, line + "\n")
     return Identity(trust.operator, path, known_hosts(trust))
 
 
@@ -221,8 +236,8 @@ def replace_gateway_ca(trust: Trust, record: Callable[[str], None]) -> None:
         key = Path(folder) / GATEWAY
         new_key(key, "gpuaas gateway authority")
         record(_public(key))
-        key.replace(trust.gateway_authority)
-        _public_path(key).replace(_public_path(trust.gateway_authority))
+        _place(key, trust.gateway_authority)
+        _place(_public_path(key), _public_path(trust.gateway_authority))
 
 
 def keep_gateway_ca(trust: Trust, recorded: str, *, replace: bool = False) -> None:
@@ -336,7 +351,9 @@ def _revoked(trust: Trust) -> list[str]:
 def _write_known_hosts(trust: Trust, revoked: Sequence[str]) -> None:
     lines = [f"@cert-authority * {_public(trust.host_authority)}"]
     lines += [f"@revoked * {key}" for key in revoked]
-    _write(known_hosts(trust), "".join(f"{line}\n" for line in lines))
+    path, text = known_hosts(trust), "".join(f"{line}\n" for line in lines)
+    if not path.exists() or path.read_text() != text:
+        _write(path, text)
 
 
 def _ensure_key(path: Path, comment: str, *, public_last: bool = False) -> None:
@@ -351,14 +368,29 @@ def _ensure_key(path: Path, comment: str, *, public_last: bool = False) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
         new_key(Path(folder) / path.name, comment)
         for file in pair:
-            (Path(folder) / file.name).replace(file)
+            _place(Path(folder) / file.name, file)
 
 
 def _write(path: Path, text: str) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w") as handle:
         handle.write(text)
-    Path(name).replace(path)
+    _place(Path(name), path)
+
+
+def _place(file: Path, path: Path) -> None:
+    """Move a file to its place. A power cut leaves what was there, or the whole new file."""
+    _sync(file)
+    file.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

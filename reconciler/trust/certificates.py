@@ -16,9 +16,12 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
     SSHCertificate,
     SSHCertificateBuilder,
     SSHCertificateType,
+    SSHCertPublicKeyTypes,
     load_pem_private_key,
     load_ssh_private_key,
     load_ssh_public_identity,
@@ -48,9 +51,14 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class CertificateInfo:
-    """Fields of a certificate. kind is `host` or `user`, and times are UTC."""
+    """Fields of a certificate. kind is `host` or `user`, and times are UTC.
+
+    key, authority: type and base64 of the key that is certified, and of the one that signed.
+    """
 
     kind: str
+    key: str
+    authority: str
     key_id: str
     serial: int
     principals: tuple[str, ...]
@@ -127,6 +135,8 @@ def read_certificate(text: str) -> CertificateInfo:
             raise ValueError("no limit to its validity")
         return CertificateInfo(
             kind="host" if certificate.type is SSHCertificateType.HOST else "user",
+            key=_line(certificate.public_key()),
+            authority=_line(certificate.signature_key()),
             key_id=certificate.key_id.decode(),
             serial=certificate.serial,
             principals=tuple(name.decode() for name in certificate.valid_principals),
@@ -140,6 +150,10 @@ def read_certificate(text: str) -> CertificateInfo:
             found=(str(error) or type(error).__name__)[:300],
             remedy="certify the key again",
         ) from error
+
+
+def _line(key: SSHCertPublicKeyTypes) -> str:
+    return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
 def _signing_key(path: Path) -> SigningKey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -9,7 +10,12 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    SSHCertificate,
+    load_ssh_public_identity,
+)
 
 from reconciler.trust import ca, keygen
 from reconciler.trust.certificates import read_certificate
@@ -124,6 +130,55 @@ def test_a_certificate_that_begins_later_is_made_anew(
         ca.operator_identity(trust, valid_s=600)
     identity = ca.operator_identity(trust, valid_s=600)
     assert read_certificate(identity.certificate.read_text()).valid_after < datetime.now(UTC)
+
+
+Spoil = Callable[[ca.Trust, ca.Identity], object]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda _trust, identity: identity.certificate.write_bytes(b""),
+        lambda _trust, identity: identity.certificate.write_bytes(bytes(600) + b"\xff"),
+        lambda trust, _identity: another(trust.user_authority),
+        lambda _trust, identity: another(identity.key),
+    ],
+    ids=["emptied", "zeros", "another-authority", "another-key"],
+)
+@pytest.mark.parametrize("of", [ca.operator_identity, ca.clock_identity])
+def test_a_certificate_that_opens_nothing_is_made_anew(
+    tmp_path: Path, of: Callable[[ca.Trust], ca.Identity], spoil: Spoil
+) -> None:
+    """A power cut can empty the file, and a backup can bring back other files of its folder."""
+    trust = ca.open_trust(tmp_path)
+    spoil(trust, of(trust))
+    line = of(trust).certificate.read_text()
+    certificate = load_ssh_public_identity(line.strip().encode())
+    assert isinstance(certificate, SSHCertificate)
+    keys = (certificate.signature_key(), certificate.public_key())
+    spelled = [key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() for key in keys]
+    assert spelled == [ca._public(key) for key in (trust.user_authority, trust.operator)]
+
+
+def another(key: Path) -> None:
+    key.unlink()
+    keygen.new_key(key, "another")
+
+
+def test_what_is_written_outlives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    trust = ca.open_trust(tmp_path)
+    ca.operator_identity(trust)
+    ca.gateway_ca(trust)
+    ca.replace_gateway_ca(trust, lambda _public: None)
+    files = {path.stat().st_ino for path in trust.directory.iterdir() if path.name != "lock"}
+    assert files <= {*synced} and synced[-1] == trust.directory.stat().st_ino
+    synced.clear()
+    ca.open_trust(tmp_path)
+    assert synced == []
 
 
 @pytest.mark.parametrize("of", [ca.relay_certificate, ca.terminal_certificate])
