@@ -74,17 +74,18 @@ def start(
 
 def renew(conn: sa.Connection, secret: str, login: str, claims: dict[str, Any]) -> bool:
     """Give an open session of the same person the claims of a new login. Its pages, streams and
-    terminals go on. False: it is another's, or as old as a session may be.
+    terminals go on. False: it is another's, or would last longer than a session may.
     """
     _require_unused(conn, login)
     query = sa.select(console_sessions).where(*_open(secret), console_sessions.c.login.is_not(None))
     session = rows.first(conn, query, ConsoleSession)
     same = session and all(session.claims[name] == claims[name] for name in ("iss", "sub"))
-    if not session or not same or session.created_at < clock.read(conn) - LIFETIME_S:
+    ends = clock.read(conn) + PROVIDER_S
+    if not session or not same or session.created_at + LIFETIME_S < ends:
         return False
     change = sa.update(console_sessions).where(console_sessions.c.id == session.id)
-    values = {"claims": claims, "login": tokens.digest(login)}
-    conn.execute(change.values(**values, expires_at=clock.now() + PROVIDER_S))
+    values = {"claims": claims, "login": tokens.digest(login), "expires_at": ends}
+    conn.execute(change.values(values))
     return True
 
 

@@ -261,6 +261,19 @@ def test_a_group_that_is_lost_takes_its_keys_and_tokens(
     assert kept["expires_at"] > in_an_hour()
 
 
+def test_a_session_is_renewed_for_a_working_day_only(site: Stack, browse: Browse) -> None:
+    """A stolen cookie would live as long as its owner works with the console."""
+    browser = browse("")
+    log_in(browser)
+    cookie = browser.client.cookies["gpuaas"]
+    rest = console_records.LIFETIME_S - console_records.PROVIDER_S
+    with transaction(site.engine) as conn:
+        earlier = console_sessions.c.created_at - rest
+        conn.execute(sa.update(console_sessions).values(created_at=earlier))
+    log_in(browser)
+    assert browser.client.cookies["gpuaas"] != cookie
+
+
 def test_another_person_does_not_get_the_session(
     site: Stack, browse: Browse, provider: Provider
 ) -> None:
