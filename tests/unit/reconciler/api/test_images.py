@@ -145,7 +145,8 @@ def _outside(_folder: Path, secret: Path) -> str:
 
 
 def _dots(folder: Path, secret: Path) -> str:
-    return f"{folder.as_uri()}/%2e%2e/{secret.parent.name}/{secret.name}"
+    way = os.path.relpath(secret, folder).replace("..", "%2e%2e")
+    return f"{folder.as_uri()}/{way}"
 
 
 def _link(folder: Path, secret: Path) -> str:
