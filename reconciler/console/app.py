@@ -117,7 +117,7 @@ def mount(api: FastAPI, examine: operators.Examine | None = None) -> FastAPI:
 
 def _route(api: FastAPI, path: str, page: Page) -> Route:
     async def handle(request: Request) -> Response:
-        guard.require_same_origin(request.method, request.headers)
+        guard.require_same_origin(request.method, request.headers, request.url.scheme)
         visit = await _visit(api, request)
         if visit is None:
             return _to_login(request)
@@ -182,7 +182,7 @@ def _to_login(request: Request) -> Response:
 
 
 async def _logout(api: FastAPI, request: Request) -> Response:
-    guard.require_same_origin(request.method, request.headers)
+    guard.require_same_origin(request.method, request.headers, request.url.scheme)
     visit = await _visit(api, request)
     if visit is not None:
         await run_in_threadpool(session.end, request, api.state.engine, visit.caller)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -45,7 +43,7 @@ class Protected:
         await self._app(scope, receive, answer)
 
 
-def require_same_origin(method: str, headers: Headers) -> None:
+def require_same_origin(method: str, headers: Headers, scheme: str) -> None:
     """Problem `origin_refused` for a request that another site made the browser send.
 
     SameSite cookies are not enough: another port of the same host counts as the same site. A
@@ -57,21 +55,15 @@ def require_same_origin(method: str, headers: Headers) -> None:
     if site is not None:
         allowed = site in ("same-origin", "none")
     elif origin is not None:
-        allowed = _host(origin) == headers.get("Host")
+        host = headers.get("Host", "")
+        # A page with TLS sends plain requests where a proxy ends it, but never the other way round.
+        allowed = origin in (f"https://{host}", f"{scheme}://{host}")
     else:
         allowed = "Cookie" not in headers
     if not allowed:
         raise _refused(
             f"a request of {origin or 'an unknown page'} ({site or 'no Sec-Fetch-Site'})"
         )
-
-
-def _host(origin: str) -> str:
-    """Host and port of a header Origin; "" for a value that no browser sends."""
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return ""
 
 
 def _refused(found: str) -> Problem:

@@ -103,7 +103,7 @@ _PLACES = _Places(64, of_network=8)
 
 async def by_token(api: FastAPI, request: Request) -> Response:
     """The login page, and a login by token."""
-    guard.require_same_origin(request.method, request.headers)
+    guard.require_same_origin(request.method, request.headers, request.url.scheme)
     after = _wish(request)
     refused = None
     if request.method == "POST":

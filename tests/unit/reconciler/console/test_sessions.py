@@ -157,6 +157,20 @@ OTHERS: list[dict[str, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("scheme", "allowed"), [("https", True), ("http", False)], ids=["https", "http"]
+)
+def test_a_page_without_tls_cannot_send_a_form_to_one_with_it(
+    console: FastAPI, selling: Stack, scheme: str, allowed: bool
+) -> None:
+    """Anybody on the way could have written it. Not every browser sends Sec-Fetch-Site."""
+    browser = Browser(console, "https://gpuaas.example")
+    browser.log_in(selling.secrets["member"])
+    headers = {"Origin": f"{scheme}://gpuaas.example"}
+    answer = browser.client.post("/console/logout", headers=headers)
+    assert answer.status_code == (303 if allowed else 403)
+
+
 @pytest.mark.parametrize("headers", OTHERS)
 @pytest.mark.parametrize("path", [FLEET, "/console/logout", "/console/login"])
 def test_another_page_cannot_send_a_form(
