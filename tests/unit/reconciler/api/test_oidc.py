@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from pydantic import ValidationError
@@ -78,6 +81,12 @@ def test_groups_that_no_database_stores_are_none(site: Stack, provider: Provider
     named = oidc.Provider(provider.url, AUDIENCE, name_claim="name")
     with pytest.raises(ValueError, match="no usable sub"):
         oidc.identity_of(named, {"sub": "a\0", "name": "ada"})
+
+
+def test_a_site_that_names_no_groups_gives_nobody_rights() -> None:
+    site = oidc.Provider("https://id.example", AUDIENCE)
+    person = oidc.identity_of(site, {"sub": "u-1", "groups": ["", "demo"]})
+    assert (person.admin, person.projects) == (False, frozenset())
 
 
 def test_groups_in_one_text_and_an_access_token(site: Stack, provider: Provider) -> None:
@@ -223,6 +232,19 @@ def test_a_key_that_was_withdrawn_stops_counting(
     assert verifier.identity(token) is None
 
 
+def test_a_key_for_encryption_signs_nothing(provider: Provider, clock: Clock) -> None:
+    read = partial(oidc._read, None)
+
+    def fetch(url: str) -> Any:
+        document = read(url)
+        for key in document.get("keys", ()):
+            key["use"] = "enc"
+        return document
+
+    verifier = Verifier(oidc.Provider(provider.url, AUDIENCE), fetch=fetch, now=clock)
+    assert verifier.identity(provider.token()) is None
+
+
 def test_keys_outlive_a_silent_provider_for_a_while(
     provider: Provider, verifier: Verifier, clock: Clock
 ) -> None:
@@ -303,8 +325,11 @@ def test_an_answer_that_inflates_takes_no_memory(provider: Provider) -> None:
         tracemalloc.stop()
 
 
-def test_keys_come_over_tls_or_from_this_machine(clock: Clock) -> None:
-    configuration = {"issuer": "https://id.example", "jwks_uri": "http://id.example/jwks"}
+@pytest.mark.parametrize(
+    "host", ["id.example", "localhost.id.example", "127.0.0.1.id.example", "localhost@id.example"]
+)
+def test_keys_come_over_tls_or_from_this_machine(clock: Clock, host: str) -> None:
+    configuration = {"issuer": "https://id.example", "jwks_uri": f"http://{host}/jwks"}
     urls: list[str] = []
 
     def fetch(url: str) -> Any:
@@ -316,6 +341,29 @@ def test_keys_come_over_tls_or_from_this_machine(clock: Clock) -> None:
     with pytest.raises(Problem):
         verifier.identity(token)
     assert urls == ["https://id.example/.well-known/openid-configuration"]
+
+
+def test_an_id_token_without_a_nonce_ends_no_login(provider: Provider, verifier: Verifier) -> None:
+    form = {"client_id": AUDIENCE}
+    assert verifier.login(provider.token(nonce="n"), form, "n")
+    with pytest.raises(ValueError, match="another login"):
+        verifier.login(provider.token(), form, "n")
+
+
+def test_a_redirect_of_the_provider_is_not_followed(provider: Provider) -> None:
+    """It could lead to another's keys, or to an address that only this machine reaches."""
+    requests = provider.requests()
+    query = urlencode({"redirect_uri": f"{provider.url}/jwks", "state": "x"})
+    answer = oidc.converse(None, "GET", f"{provider.url}/authorize?{query}")
+    assert (answer.status_code, provider.requests()) == (302, requests + 1)
+
+
+def test_a_private_ca_is_the_only_one(tmp_path: Path) -> None:
+    words = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=private"]
+    files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "ca.pem")]
+    subprocess.run([*words, *files], check=True, capture_output=True)
+    (only,) = oidc._tls(tmp_path / "ca.pem", 0).get_ca_certs()
+    assert only["subject"] == ((("commonName", "private"),),)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def test_a_token_opens_its_project(new: Stack) -> None:
     [
         ({"role": "project-member"}, "request_invalid"),
         ({"role": "platform-admin", "project_id": "demo"}, "request_invalid"),
+        ({"role": "platform-admin", "node_id": NODE}, "request_invalid"),
+        ({"role": "node"}, "request_invalid"),
         ({"role": "node", "project_id": "demo"}, "request_invalid"),
         ({"role": "node", "node_id": "none"}, "node_not_found"),
         ({"role": "project-member", "project_id": "none"}, "project_not_found"),

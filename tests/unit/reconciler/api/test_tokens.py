@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from starlette.requests import Request
 
+from reconciler.api.security import authenticate
 from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import allocations, api_tokens, idempotency_keys
 from reconciler.db.schema import ssh_keys as ssh_key_table
 from reconciler.lifecycle import ssh_access
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
+from reconciler.model.states import Role
 from reconciler.records import console_sessions, ssh_keys, terminals, tokens
 from reconciler.service.process import adopt_issuer
 from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider
-from tests.unit.reconciler.api.stack import ACT, KEY, Stack
+from tests.unit.reconciler.api.stack import ACT, KEY, NODE, Stack
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
 from tests.unit.reconciler.api.test_terminals import with_terminal
 
@@ -267,6 +270,8 @@ def test_a_person_of_the_provider_has_tokens_that_end_soon(alice: Stack, process
     assert (refused.status_code, refused.json()["code"]) == (422, "token_owner_invalid")
     unknown = alice.client("alice").post("tokens", json={"name": "x", "project_id": "none"})
     assert unknown.json()["code"] == "project_not_found"
+    # A group may name a project that is not there.
+    assert opens(alice, "alice", "projects/none/allocations") == 404
     made = make(alice, "alice", "laptop", project_id="demo")
     make(alice, "laptop", "script")
     assert made["parent_id"] is None
@@ -289,14 +294,20 @@ def test_a_person_of_the_provider_has_tokens_that_end_soon(alice: Stack, process
     assert record.expires_at <= time.time() + ssh_access.PROVIDER_S
 
 
-def test_an_operator_ends_the_tokens_of_a_person(alice: Stack) -> None:
+def test_an_operator_ends_the_tokens_of_a_person(alice: Stack, process: Provider) -> None:
     for who in ("alice", "bob"):
         make(alice, who, f"of-{who}", project_id="demo")
     make(alice, "of-alice", "below")
+    # What they issued as an operator is not theirs.
+    alice.secrets["operator"] = process.token(groups=["admins"], sub="alice")
+    node = {"role": "node", "name": "issued", "node_id": NODE}
+    alice.client("operator").post("admin/tokens", json=node)
     body = {"actor": "member:oidc:alice", "reason": "left"}
     ended = alice.client("admin").post("admin/console-sessions/end", json=body)
     assert ended.json()["tokens"] == 1
     assert [opens(alice, who) for who in ("of-alice", "below", "of-bob")] == [401, 401, 200]
+    issued = alice.client("admin").get("admin/tokens").json()["items"]
+    assert [row["valid"] for row in issued if row["name"] == "issued"] == [True]
 
 
 def test_another_issuer_ends_the_tokens_and_keys_of_all_persons(alice: Stack) -> None:
@@ -376,6 +387,29 @@ def test_persons_of_one_name_share_nothing_and_each_has_one_owner(
         for table in (allocations, ssh_key_table):
             conn.execute(sa.update(table).values(owner=""))
     assert len(set(owners())) == 3
+
+
+def test_a_stream_ends_with_the_rights_that_opened_it(new: Stack) -> None:
+    headers = [(b"authorization", f"Bearer {new.secrets['member']}".encode())]
+    request = Request({"type": "http", "app": new.client().app, "headers": headers})
+    caller = authenticate(request)
+    assert caller is not None and caller.still(request)
+    change(new, caller.token_id, project_id="other")
+    assert not caller.still(request)
+
+
+def test_a_former_admin_keeps_no_token_of_the_site(new: Stack) -> None:
+    with transaction(new.engine) as conn:
+        words: dict[str, Any] = {"parent_id": None, "owner": "oidc:x", "until": None, "ttl_s": 600}
+        _, wide = tokens.issue_own(
+            conn, ACT, role=Role.PLATFORM_ADMIN, name="wide", project_id=None, **words
+        )
+        _, kept = tokens.issue_own(
+            conn, ACT, role=Role.PROJECT_MEMBER, name="kept", project_id="demo", **words
+        )
+        tokens.end_lost(conn, "oidc:x", {"demo"}, ACT)
+        assert tokens.authenticate(conn, wide) is None
+        assert tokens.authenticate(conn, kept) is not None
 
 
 def test_a_caller_without_an_end_of_its_own_gets_none(new: Stack) -> None:

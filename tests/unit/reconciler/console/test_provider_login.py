@@ -25,7 +25,7 @@ from reconciler.records import console_sessions as console_records
 from reconciler.records.ssh_keys import bare
 from reconciler.trust import oidc
 from tests.unit.reconciler.api.provider import AUDIENCE, Provider, running
-from tests.unit.reconciler.api.stack import KEY, Stack
+from tests.unit.reconciler.api.stack import ACT, KEY, Stack
 from tests.unit.reconciler.api.test_launches import activate, launch
 from tests.unit.reconciler.api.test_oidc import ODD
 from tests.unit.reconciler.console.browser import SAME, Browser
@@ -201,6 +201,10 @@ def test_who_has_left_loses_what_the_session_opened(
     denied = urlencode({"state": query["state"], "error": "access_denied"})
     assert browser.get(f"/console/login/callback?{denied}").status_code == 401
     assert browser.get("/console/projects").status_code == 303
+    provider.set(login=provider.order(groups=ADMIN))
+    log_in(browser)
+    provider.set(login=provider.order(groups=ADMIN, sub=""))
+    refused(browser, log_in(browser), "login_failed")
 
 
 def test_a_group_that_is_lost_takes_its_keys_and_tokens(
@@ -380,14 +384,21 @@ def test_a_login_starts_one_session(site: Stack, browse: Browse) -> None:
     first = back(address)
     assert browser.get(first).status_code == 303
     assert name not in browser.client.cookies
+    browser.client.cookies[name] = kept
+    assert browser.get(back(address)).status_code == 401
     # The same answer again, the same state with a new code, and both after the logout.
     for number, again in enumerate((first, back(address), back(address))):
         other = browse("")
         other.client.cookies[name] = "" if number == 0 else kept
         refused(other, other.get(again), "login_failed")
         browser.client.post("/console/logout", headers=SAME)
+        # Another login removes sessions, but none whose login would be accepted again.
+        assert log_in(browse("")).status_code == 303
     with transaction(site.engine) as conn:
-        assert len(conn.execute(sa.select(console_sessions)).all()) == 1
+        assert len(conn.execute(sa.select(console_sessions)).all()) == 4
+        # Of two answers at once, neither finds the session of the other at first.
+        with pytest.raises(Problem, match="login_failed"):
+            console_records.start(conn, ACT, address="", agent="", login=kept, claims={"sub": "x"})
 
 
 def test_an_answer_for_another_browser_is_refused(site: Stack, browse: Browse) -> None:

@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 from fastapi import FastAPI
 
+from reconciler.api import security
 from reconciler.db.engine import transaction
 from reconciler.db.schema import console_sessions
 from reconciler.lifecycle import restore
@@ -80,6 +81,20 @@ def test_a_login_of_countless_fields_is_not_read(browse: Browse, fields: str) ->
     """Anybody can send a login, and all others wait while its fields are read."""
     answer = browse("").client.post("/console/login", content=f"{fields}token=x")
     assert (answer.status_code, "request_invalid" in answer.text) == (422, True)
+
+
+def test_large_forms_are_counted_by_their_bytes(
+    browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(security, "_BYTES_BURST", 30_000)
+    monkeypatch.setattr(security, "_BYTES_PER_S", 1)
+    for who, last in (("member", 429), ("admin", 422)):
+        browser = browse(who)
+        answers = [
+            browser.client.post("/console/account", content="x" * 20_000, headers=SAME).status_code
+            for _ in range(2)
+        ]
+        assert answers == [422, last], who
 
 
 def test_a_token_logs_in_at_the_pace_of_people(browse: Browse, selling: Stack) -> None:

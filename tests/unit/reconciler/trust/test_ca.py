@@ -115,6 +115,13 @@ def test_the_operator_has_a_short_certificate_that_is_renewed_in_time(trust: ca.
     assert later.key == first.key
 
 
+def test_the_key_that_reads_telemetry_is_no_operators(trust: ca.Trust) -> None:
+    identity = ca.telemetry_identity(trust, valid_s=600)
+    read = read_certificate(identity.certificate.read_text())
+    assert (read.kind, read.principals) == ("user", (ca.TELEMETRY,))
+    assert identity.key != ca.operator_identity(trust, valid_s=600).key
+
+
 def test_a_certificate_that_begins_later_is_made_anew(
     trust: ca.Trust, monkeypatch: pytest.MonkeyPatch
 ) -> None:
