@@ -16,6 +16,7 @@ from reconciler.trust.certificates import Signature, certify, read_certificate
 from reconciler.trust.enrolment import EnrolmentRequest, answer, read_pin, userdata
 from reconciler.trust.keygen import TrustError
 from tests.unit.reconciler.trust.conftest import TOKEN, Api, Host, Reply
+from tests.unit.reconciler.trust.test_keygen import PLAIN
 
 pytestmark = pytest.mark.covers("HOST-13")
 
@@ -316,7 +317,7 @@ def test_what_a_host_says_is_checked(field: str, value: object) -> None:
     body = {
         "token": TOKEN,
         "node_id": "node-1",
-        "host_key": "ssh-ed25519 AAAA" + "A" * 64,
+        "host_key": PLAIN,
         "machine_id": "0" * 32,
         "boot_id": "01234567-89ab-cdef-0123-456789abcdef",
         "hostname": "gpu-1",
