@@ -126,7 +126,8 @@ class Settings(BaseSettings):
     failures, and changes to a health beyond 12 in a day and 60 in 30 days."""
     keep_runs_days: int = Field(30, ge=1)
     """Days after which the run files of an ended task are deleted, with Ansible's output. Files
-    and progress stay while the task's allocation lives or one of its slots is not clean."""
+    and progress stay while the task's allocation lives, or while a slot or machine that it had is
+    not clean."""
     keep_jobs_days: int = Field(7, ge=1)
     """Days after which an ended inference job is deleted, unless its project needs the room before.
     A model stays known for as long after its last worker."""

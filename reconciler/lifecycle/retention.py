@@ -2,7 +2,7 @@
 
 History, audit, claims, usage, proofs and tasks are the permanent record and are never deleted, but
 for the evidence of old failures, which a host can make long. Data of an allocation that has not
-ended, or that left an unclean slot behind, is kept too.
+ended, or that left an unclean slot or machine behind, is kept too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from reconciler.model.states import (
     ENDED_ALLOCATIONS,
     ENDED_TASKS,
     UNCLEAN_SLOTS,
+    NodeState,
     TaskKind,
     TaskState,
 )
@@ -52,6 +53,12 @@ LONG_EVIDENCE, EVIDENCE_AT_ONCE = 4_096, 100
 # Kinds of reports of a node, which a host can have the service ask for every few minutes.
 REPORT_KINDS = frozenset(
     {TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY, TaskKind.SLICE_DRIFT_RECONCILE}
+)
+# The task's node waits for `gpuaas nodes clean-machine`. Retiring the node writes its machine off.
+UNCLEAN_MACHINE = sa.exists().where(
+    nodes.c.id == tasks.c.node_id,
+    nodes.c.unclean_allocation_id != "",
+    nodes.c.state != NodeState.RETIRED,
 )
 
 
@@ -133,8 +140,7 @@ def evidence(conn: sa.Connection) -> int:
     unclean = sa.exists().where(
         slots.c.node_id == tasks.c.node_id, slots.c.status.in_(UNCLEAN_SLOTS)
     )
-    machine = sa.exists().where(nodes.c.id == tasks.c.node_id, nodes.c.unclean_allocation_id != "")
-    clean = sa.and_(_done(0), ~unclean, ~machine)
+    clean = sa.and_(_done(0), ~unclean, ~UNCLEAN_MACHINE)
     query = (
         sa.select(tasks.c.id)
         .join(ranked, ranked.c.id == tasks.c.id)
@@ -185,11 +191,13 @@ def _done(age_s: float) -> sa.ColumnElement[bool]:
         allocations.c.id == tasks.c.allocation_id, allocations.c.state.not_in(ENDED_ALLOCATIONS)
     )
     unclean = sa.exists().where(slots.c.status.in_(UNCLEAN_SLOTS), named == tasks.c.allocation_id)
+    machine = UNCLEAN_MACHINE.where(nodes.c.unclean_allocation_id == tasks.c.allocation_id)
     return sa.and_(
         tasks.c.state.in_(ENDED_TASKS),
         clock.now() - tasks.c.finished_at > age_s,
         ~needed,
         ~unclean,
+        ~machine,
     )
 
 

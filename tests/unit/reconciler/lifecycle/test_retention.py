@@ -16,15 +16,16 @@ from reconciler.db import schema as tables
 from reconciler.db.engine import reading, transaction
 from reconciler.db.idempotency import Answer, Call
 from reconciler.db.schema import Task
-from reconciler.lifecycle import host, invariants, launch, retention, slices
+from reconciler.lifecycle import host, invariants, launch, recovery, retention, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind, TaskState
-from reconciler.records import leasing, queue, reports, slots, tokens
+from reconciler.records import leasing, nodes, queue, reports, slots, tokens
 from reconciler.runs.paths import RunPaths, run_directory, write_json
 from reconciler.settings import Settings
 from reconciler.work.loops import DAY_S, LOOPS, forget, tidy
 from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.whole_machines import Machines
 
 pytestmark = pytest.mark.covers("CTRL-9")
 NEVER = threading.Event()
@@ -158,6 +159,27 @@ def test_what_left_a_slot_blocked_stays(site: Site, settings: Settings) -> None:
     assert forget(site.engine, settings)["progress"] == 0
     assert tidy(site.engine, settings, NEVER) == []
     assert folder.is_dir()
+
+
+def test_what_left_a_machine_unclean_stays(site: Site, settings: Settings) -> None:
+    machines = Machines(site)
+    machines.machine()
+    with transaction(site.engine) as conn:
+        key = machines.active(conn)
+        host.lost(conn, "m1", site.act)
+        recovery.force_release(conn, key, site.act)
+        task = queue.every(conn, allocation_id=key)[-1]
+        conn.execute(sa.insert(tables.task_events).values(task_id=task.id, document={"a": 1}))
+        assert nodes.get(conn, "m1").unclean_allocation_id == key
+    folder = ended(settings, task)
+    pass_time(site.engine, 100)
+    assert forget(site.engine, settings)["progress"] == 0
+    assert tidy(site.engine, settings, NEVER) == []
+    # It is written off with its node.
+    with transaction(site.engine) as conn:
+        host.retire(conn, "m1", site.act)
+    assert forget(site.engine, settings)["progress"] == 1
+    assert tidy(site.engine, settings, NEVER) == [folder.name]
 
 
 def test_what_is_unfinished_or_unknown_stays(site: Site, settings: Settings) -> None:
