@@ -120,6 +120,16 @@ def test_its_slot_goes_back_to_a_closed_gate(sold: Site, ended: End) -> None:
         assert states(conn, key) == ("failed", "failed", "disabled")
 
 
+def test_its_slot_that_was_blocked_meanwhile_waits_for_evidence(sold: Site, ended: End) -> None:
+    with transaction(sold.engine) as conn:
+        key = sold.allocate(conn)
+        (claim,) = allocations.get(conn, key).claims
+        journal.advance(conn, tables.Slot, claim.slot_id, "block", ACT)
+    ended(TaskKind.SLICE_VM_PROVISION)
+    with transaction(sold.engine) as conn:
+        assert states(conn, key) == ("failed", "failed", "cleanup_blocked")
+
+
 def test_a_provision_that_waits_for_its_host_leaves_nothing_behind(sold: Site, ended: End) -> None:
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)

@@ -186,15 +186,25 @@ def test_an_old_run_does_not_unsettle_a_host_that_was_proven_since(
 
 
 @pytest.mark.covers("I13")
-@pytest.mark.parametrize("status", ["lost", "timeout", "canceled"])
+@pytest.mark.parametrize(
+    "end",
+    [*({"status": status} for status in ("lost", "timeout", "canceled")), {"unreachable": True}],
+    ids=str,
+)
 def test_an_unknown_end_never_frees_a_slot(
-    sold: Site, runs: Runs, attend: Callable[[], Task], status: str
+    sold: Site, runs: Runs, attend: Callable[[], Task], end: dict[str, Any]
 ) -> None:
     """Also when the last word of the run was that nothing had been written (I13)."""
     launched(sold)
-    runs.ends(status)
-    attend()
+    runs.ends("failed", evidence={"disk_written": False, "leftovers": False})
+    assert runs.outcome is not None
+    runs.outcome = replace(runs.outcome, **end)
+    task = attend()
     assert statuses(sold) == ["available", "cleanup_blocked"]
+    with transaction(sold.engine) as conn:
+        (slot,) = recovery.blocked(conn)
+    # Parts of a run that its launcher lost may still act.
+    assert (slot.fence > task.fences[slot.id]) is (task.state == "lost")
 
 
 def test_a_run_that_could_not_start_gives_the_slot_back(
@@ -272,6 +282,27 @@ def test_a_wipe_frees_only_the_slots_it_was_given(
     runs.ends(evidence={"proofs": proofs, "absence": {"absent": True, "checks": {}}})
     assert attend().error["code"] == "proof_missing"
     assert statuses(sold) == ["cleanup_blocked", "cleanup_blocked"]
+
+
+@pytest.mark.covers("I4")
+def test_a_wipe_that_was_fenced_off_frees_nothing(
+    sold: Site, runs: Runs, attend: Callable[[], Task]
+) -> None:
+    """The slot may have been used since the wipe."""
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        (slot,) = recovery.blocked(conn)
+        recovery.repair(conn, slot.id, ADMIN)
+        proofs = sold.proofs(conn, key)
+
+    def fence_off() -> None:
+        with transaction(sold.engine) as conn:
+            conn.execute(sa.update(tables.slots).values(fence=tables.slots.c.fence + 1))
+
+    runs.during = [fence_off]
+    runs.ends(evidence={"proofs": proofs, "absence": {"absent": True, "checks": {}}})
+    attend()
+    assert statuses(sold) == ["available", "cleanup"]
 
 
 @pytest.mark.covers("CTRL-7")
