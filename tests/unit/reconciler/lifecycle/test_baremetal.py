@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import rows
+from reconciler.db import journal, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Node, Task
@@ -22,6 +22,7 @@ from reconciler.lifecycle import (
     task_failures,
 )
 from reconciler.model.act import Act
+from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.explain import explain_machines
 from reconciler.model.scheduler.place import choose_machine
@@ -124,6 +125,19 @@ def test_a_machine_that_is_not_fit_is_not_given_away(
     with transaction(machines.engine) as conn:
         conn.execute(sa.update(tables.nodes).values(**wrong))
         assert machines.reasons(conn) == {"m1": reason}
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_machine_with_a_slot_that_is_not_clean_is_not_given_away(machines: Machines) -> None:
+    """Its tenant would be root beside the disk of the last one."""
+    with transaction(machines.engine) as conn:
+        mode = sa.update(tables.nodes)
+        conn.execute(mode.values(mode="slice"))
+        bundle = Bundle.of(machines.site.document(1)["candidates"][1]["bundle"])
+        slot = slots.approve(conn, "m1", bundle, machines.act)
+        conn.execute(mode.values(mode="baremetal"))
+        journal.advance(conn, tables.Slot, slot.id, "block", machines.act)
+        assert machines.reasons(conn) == {"m1": "slots_in_use"}
 
 
 def test_a_machine_that_an_operator_restarts_is_not_given_away(machines: Machines) -> None:
@@ -434,6 +448,11 @@ def test_force_release_of_a_host_that_does_not_answer(machines: Machines) -> Non
         host.regained(conn, "m1", machines.act)
         assert machines.reasons(conn) == {"m1": "not_clean"}
         assert baremetal.clean(conn, "m1", machines.act).kind == "baremetal.release"
+    # The allocation has ended, and its machine still needs every proof.
+    with pytest.raises(Problem, match="absence_unproven"), transaction(machines.engine) as conn:
+        machines.released(conn, allocation_id, absence={"absent": False})
+    with transaction(machines.engine) as conn:
+        assert machines.reasons(conn) == {"m1": "not_clean"}
 
 
 @pytest.mark.covers("CTRL-15")
@@ -455,6 +474,16 @@ def test_differences_that_let_somebody_in_wait_for_a_person(machines: Machines) 
         assert code(baremetal.clean, conn, "m1", machines.act) == "machine_clean"
         machines.reinstall(conn)
         assert machines.reasons(conn) == {"m1": ""}
+
+
+@pytest.mark.covers("CTRL-15")
+def test_a_machine_that_was_not_compared_waits_for_a_person(machines: Machines) -> None:
+    with transaction(machines.engine) as conn:
+        allocation_id = machines.active(conn)
+        launch.release(conn, allocation_id, machines.act)
+        machines.released(conn, allocation_id, compared=False)
+        row = node(conn)
+        assert (row.health_state, row.health_detail["code"]) == ("degraded", "machine_drifted")
 
 
 def test_harmless_differences_stay_in_the_evidence(machines: Machines) -> None:
@@ -488,6 +517,28 @@ def test_after_a_failed_provision(
         assert machines.reasons(conn) == {"m1": reason}
 
 
+@pytest.mark.covers("CTRL-15")
+@pytest.mark.parametrize(
+    ("step", "attempt", "untouched", "entered"),
+    [
+        ("Wipe the disks that are not proven clean", 1, True, False),
+        ("Wipe the disks that are not proven clean", 2, True, True),
+        ("Let the tenant in", 1, True, True),
+        ("deadline", 1, False, True),
+    ],
+)
+def test_an_installation_that_a_tenant_may_have_entered_is_not_used_again(
+    machines: Machines, step: str, attempt: int, untouched: bool, entered: bool
+) -> None:
+    with transaction(machines.engine) as conn:
+        allocation = machines.launch(conn)
+        machines.begin(conn, allocation)
+        conn.execute(sa.update(tables.tasks).values(attempt=attempt))
+        failed = {"step": step, "error": ERROR, "untouched": untouched}
+        assert baremetal.provision_failed(conn, allocation.id, machines.act, **failed)
+        assert bool(node(conn).tenant_machine_ids) is entered
+
+
 def test_a_provision_that_passes_its_deadline_leaves_an_unknown_machine(machines: Machines) -> None:
     with transaction(machines.engine) as conn:
         allocation = machines.launch(conn)
@@ -510,6 +561,9 @@ def test_a_tenant_on_the_machine_is_not_cleaned_away(machines: Machines) -> None
         machines.active(conn)
         assert code(baremetal.clean, conn, "m1", machines.act) == "machine_clean"
         assert code(host.convert, conn, "m1", NodeMode.SLICE, machines.act) == "node_in_use"
+        # Not even by the clean-up that is due to an earlier tenant.
+        nodes.update(conn, "m1", unclean_allocation_id="earlier")
+        assert code(baremetal.clean, conn, "m1", machines.act) == "node_in_use"
 
 
 def test_what_others_found_wrong_with_a_node_is_not_made_good(machines: Machines) -> None:
