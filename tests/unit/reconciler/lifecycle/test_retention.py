@@ -110,12 +110,14 @@ def ended(settings: Settings, task: Task) -> Path:
     return paths.root
 
 
-def released(site: Site, key: str) -> None:
+def released(site: Site, key: str) -> Task:
     with transaction(site.engine) as conn:
         launch.release(conn, key, site.act)
         proofs = site.proofs(conn, key)
         slices.release_succeeded(conn, key, site.act, proofs=proofs, absence={"absent": True})
-        site.finish(conn, TaskKind.SLICE_VM_RELEASE)
+        task = site.finish(conn, TaskKind.SLICE_VM_RELEASE)
+        conn.execute(sa.insert(tables.task_events).values(task_id=task.id, document={"a": 1}))
+    return task
 
 
 def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings) -> None:
@@ -131,7 +133,8 @@ def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings
             site.engine, Call("POST launch", "k[]", {"other": 1}), lambda _: Answer(201, {})
         )
 
-    released(site, key)
+    release = released(site, key)
+    kept_run = ended(settings, release)
     with reading(site.engine) as conn:
         kept = {table.name: count(conn, table) for table in RECORD}
         tasks_of = len(queue.every(conn, allocation_id=key))
@@ -139,9 +142,10 @@ def test_what_a_living_allocation_refers_to_stays(site: Site, settings: Settings
     assert forget(site.engine, settings)["answers"] == 1
     folder = run_directory(settings.state_dir, "")
     assert [name[36:] for name in tidy(site.engine, settings, NEVER)] == ["-1"]
-    assert list(folder.iterdir()) == []
+    assert list(folder.iterdir()) == [kept_run]
     with reading(site.engine) as conn:
-        assert count(conn, tables.task_events) == 0
+        events = conn.execute(sa.select(tables.task_events.c.task_id)).scalars()
+        assert [*events] == [release.id]
         assert {table.name: count(conn, table) for table in RECORD} == kept
         assert len(queue.every(conn, allocation_id=key)) == tasks_of == 2
         assert invariants.check(conn) == []
@@ -262,6 +266,7 @@ def test_a_token_that_ended_goes_after_what_came_from_it(site: Site, settings: S
     pass_days(2)
     # In one transaction or two: a parent goes after its child.
     assert forget(site.engine, settings)["tokens"] + forget(site.engine, settings)["tokens"] == 2
+    assert forget(site.engine, settings)["tokens"] == 0
     with reading(site.engine) as conn:
         left = conn.execute(sa.select(tables.api_tokens.c.id)).scalars().all()
     assert given.id in left and not {first, second} & {*left}
@@ -327,13 +332,17 @@ def test_old_failures_keep_their_error_without_long_evidence(
     rest = [fail(drift, TaskState.LOST, long), fail(drift, failed, short)]
     rest += [fail(kind, failed, long) for kind in (drift, drift, bind, bind)]
     made = [*old, *rest]
-    # A person may look for what has left the slot unclean.
+    # A person may look for what has left the slot, or the whole machine, unclean.
     block = sa.update(tables.slots).where(tables.slots.c.slot_index == 0)
     with transaction(site.engine) as conn:
         conn.execute(block.values(status="cleanup_blocked"))
     assert kept() == {*rest, old[2]}
     with transaction(site.engine) as conn:
         conn.execute(block.values(status="disabled"))
+        nodes.update(conn, "n1", unclean_allocation_id="a1")
+    assert kept() == {*rest, old[2]}
+    with transaction(site.engine) as conn:
+        nodes.update(conn, "n1", unclean_allocation_id="")
     assert kept() == {*rest}
 
 
