@@ -236,15 +236,7 @@ def test_a_process_that_leads_no_more_stops_writing(
     with transaction(maas.engine) as conn:
         term = leader.campaign(conn, leader.LOOPS, "a", 30)
     assert term is not None
-    compared = maas_sync._compare
-
-    def resigned(*arguments: Any, **named: Any) -> Any:
-        result = compared(*arguments, **named)
-        with transaction(maas.engine) as conn:
-            leader.resign(conn, term)
-        return result
-
-    monkeypatch.setattr(maas_sync, "_compare", resigned)
+    maas.meanwhile(monkeypatch, lambda conn: leader.resign(conn, term))
     maas.begin(scripts={})
     with pytest.raises(leader.Deposed):
         maas_sync.run(
@@ -278,6 +270,46 @@ def test_a_node_that_was_unbound_is_found_again(maas: Maas) -> None:
     maas.begin(machine(serial="S9"))
     assert maas.compare().done["nodes bound"] == 1
     assert code(maas.queue) == "node_in_service"
+
+
+def test_a_node_that_changes_during_a_pass_is_not_bound(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(maas)
+    maas.meanwhile(monkeypatch, lambda conn: nodes.change(conn, "m2", ADMIN, address="10.0.2.99"))
+    maas.begin(machine(), machine(**OTHER))
+    maas.compare()
+    with reading(maas.engine) as conn:
+        assert nodes.get(conn, "m2").maas is None
+
+
+@pytest.mark.parametrize("tenant", [True, False])
+def test_a_lock_does_not_pass_to_the_machine_that_a_node_is_bound_to_meanwhile(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch, tenant: bool
+) -> None:
+    """The machine that was locked may be another node's."""
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    if not tenant:
+        maas.compare()
+        with transaction(maas.engine) as conn:
+            launching.release(conn, key, ADMIN)
+            assert maas.machines.released(conn, key)
+    other = {"system_id": "def456", "locked": False}
+    maas.meanwhile(monkeypatch, lambda conn: nodes.update(conn, "m1", maas=other))
+    assert maas.compare().complete
+    assert maas.asked()[-1] == "lock"
+    assert maas.node().maas == other
+
+
+def test_a_machine_that_two_nodes_are_bound_to_is_not_written_to(maas: Maas) -> None:
+    add(maas)
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m2", maas=maas.node().maas)
+        maas.machines.active(conn)
+    maas.begin()
+    assert codes(maas.compare()).count("bound_twice") == 2
+    assert maas.asked() == []
 
 
 def test_two_machines_that_claim_to_be_one_node(maas: Maas) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from reconciler.inventory import maas_sync
 from reconciler.inventory.maas import Client
 from reconciler.inventory.machines import UNSURE, lock_comment
 from reconciler.inventory.readings import Reading
-from reconciler.lifecycle import baremetal, host, installation
+from reconciler.lifecycle import baremetal, host, installation, slots
 from reconciler.lifecycle import launch as launching
+from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, TaskKind
+from reconciler.model.states import NodeMode, TaskKind, TaskState
 from reconciler.records import leasing, nodes, queue, tokens
 from reconciler.settings import Settings
 from reconciler.work import maas as maas_tasks
@@ -61,7 +62,6 @@ class Maas:
     def __init__(self, machines: Machines, manager: Manager, settings: Settings) -> None:
         self.machines, self.manager, self.settings = machines, manager, settings
         self.engine = machines.engine
-        self.fresh = 0
 
     def begin(self, *rows: dict[str, Any], **faults: Any) -> None:
         self.manager.begin(machines=rows or [machine()], **faults)
@@ -70,6 +70,20 @@ class Maas:
         with reading(self.engine) as conn:
             now = clock.read(conn)
         return maas_sync.run(self.engine, self.settings, Reading(now))
+
+    def meanwhile(
+        self, monkeypatch: pytest.MonkeyPatch, change: Callable[[sa.Connection], object]
+    ) -> None:
+        """Make the change in each comparison, between what it reads and what it writes."""
+        compare = maas_sync._compare
+
+        def changed(*arguments: Any) -> Any:
+            result = compare(*arguments)
+            with transaction(self.engine) as conn:
+                change(conn)
+            return result
+
+        monkeypatch.setattr(maas_sync, "_compare", changed)
 
     def node(self) -> Node:
         with reading(self.engine) as conn:
@@ -115,11 +129,13 @@ class Maas:
             host.drain(conn, "m1", ADMIN)
             host.maintain(conn, "m1", ADMIN)
 
-    def enrol(self, ticket: str) -> None:
-        """The machine runs its userdata: it fetches a token, and enrols under a new identity."""
-        self.fresh += 1
+    def enrol(self, ticket: str = "") -> None:
+        """The machine runs its userdata: it fetches a token, and enrols under a new identity. A
+        person enrols it without a ticket.
+        """
         with transaction(self.engine) as conn:
-            tokens.redeem_ticket(conn, "m1", ticket, address=ADDRESS)
+            if ticket:
+                tokens.redeem_ticket(conn, "m1", ticket, address=ADDRESS)
             identity = {"machine_id": rows.new_id(), "host_key": f"ssh-ed25519 {rows.new_id()}"}
             host.enrolled(conn, "m1", ADMIN, **identity)
 
@@ -266,6 +282,7 @@ CONDITIONS: list[tuple[dict[str, Any], str]] = [
     ({"tag_names": [SLICE, BAREMETAL]}, "maas_tags"),
     ({"serial": "S2"}, "maas_identity_changed"),
     ({"serial": "Unknown"}, "maas_identity_changed"),
+    ({"hardware_uuid": "U-9"}, "maas_identity_changed"),
     ({"macs": ["52:54:00:00:00:99"]}, "maas_identity_changed"),
     ({"status": 8}, "maas_state"),
     ({"status": 16}, "maas_state"),
@@ -480,8 +497,11 @@ def test_a_machine_with_a_disk_that_was_never_wiped_is_not_returned(
 ) -> None:
     """MAAS may give it to any of its users. An installation keeps it here."""
     maas.maintain()
-    monkeypatch.setattr(installation, "unproven_disks", lambda _conn: {"eui.5e": {"m1"}})
-    assert code(maas.queue, RELEASE) == "disk_not_proven"
+    # A disk that this node gave up may come back to it, and one of another node was seen here.
+    here = maas.machines.site.document(1)["nvme"][0]["identity"]
+    for unproven in ({"eui.5e": {"m1"}}, {here: {"m9"}}):
+        monkeypatch.setattr(installation, "unproven_disks", lambda _conn, disks=unproven: disks)
+        assert code(maas.queue, RELEASE) == "disk_not_proven"
     assert maas.queue(DEPLOY).kind == DEPLOY
 
 
@@ -494,6 +514,26 @@ def test_what_began_to_be_used_after_the_request_is_not_installed(maas: Maas) ->
     assert (task.error["code"], maas.asked()) == ("node_in_service", ["set_workload_annotations"])
 
 
+def resume(maas: Maas) -> None:
+    with transaction(maas.engine) as conn:
+        host.resume(conn, "m1", ADMIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(resume, "node_in_service"), (lambda maas: maas.report("S7"), "maas_serial_differs")],
+    ids=["used", "another"],
+)
+def test_a_change_just_before_the_request_stops_it(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch, change: Callable[[Maas], object], expected: str
+) -> None:
+    maas.maintain()
+    maas.queue()
+    monkeypatch.setattr(maas_tasks, "_release_script", lambda *_: change(maas) or "")
+    assert maas.play().error["code"] == expected
+    assert "release" not in maas.asked()
+
+
 def test_a_slice_host_is_neither_installed_nor_returned(maas: Maas) -> None:
     maas.maintain()
     for mode in (NodeMode.SLICE, NodeMode.CONVERTING_TO_BAREMETAL):
@@ -501,6 +541,18 @@ def test_a_slice_host_is_neither_installed_nor_returned(maas: Maas) -> None:
             nodes.update(conn, "m1", mode=mode.value)
         for kind in (DEPLOY, RELEASE):
             assert code(maas.queue, kind) == "node_in_slice_mode"
+
+
+def test_a_conversion_with_approved_slots_is_neither_installed_nor_returned(maas: Maas) -> None:
+    """Their disks may be taken over already."""
+    maas.maintain()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", mode=NodeMode.SLICE.value)
+        bundle = Bundle.of(maas.machines.site.document(1)["candidates"][1]["bundle"])
+        slots.approve(conn, "m1", bundle, ADMIN)
+        nodes.update(conn, "m1", mode=NodeMode.CONVERTING_TO_SLICE.value)
+    for kind in (DEPLOY, RELEASE):
+        assert code(maas.queue, kind) == "node_in_slice_mode"
 
 
 def test_a_node_without_a_machine_in_maas_is_refused(maas: Maas) -> None:
@@ -606,9 +658,8 @@ def test_a_release_that_was_refused_leaves_the_installation_ours(maas: Maas) -> 
         assert maas.play().error["code"] == expected
         assert (maas.node().maas or {})["returned"] is returned
     # What has enrolled since is ours, and stays ours when its release is refused.
+    maas.enrol()
     with transaction(maas.engine) as conn:
-        identity = {"machine_id": rows.new_id(), "host_key": f"ssh-ed25519 {rows.new_id()}"}
-        host.enrolled(conn, "m1", ADMIN, **identity)
         host.maintain(conn, "m1", ADMIN)
     maas.begin(status={"release": 409})
     for _ in range(2):
@@ -625,6 +676,19 @@ def test_a_returned_machine_is_free_in_maas_and_unused_here(maas: Maas) -> None:
     with transaction(maas.engine) as conn:
         host.resume(conn, "m1", ADMIN)
         assert maas.machines.reasons(conn) == {"m1": "reinstall_required"}
+
+
+def test_a_machine_that_another_client_has_returned_is_unused_here(maas: Maas) -> None:
+    maas.maintain()
+    line = {"certificate": "x", "public_key": "ssh-ed25519 AAAA", "principals": ["m1"]}
+    with transaction(maas.engine) as conn:
+        tokens.record_certificate(conn, "m1", ADMIN, **line, serial="1", valid_until=4e9)
+    maas.begin(machine(status=4, owner=""))
+    maas.queue(RELEASE)
+    assert maas.play().state == "succeeded"
+    assert maas.node().tenant_machine_ids == [maas.node().machine_id]
+    with reading(maas.engine) as conn:
+        assert tokens.revoked_host_keys(conn, "m1") == ["ssh-ed25519 AAAA"]
 
 
 def test_maas_reads_the_disks_back_while_it_releases_a_machine_that_leaves(maas: Maas) -> None:
@@ -663,18 +727,12 @@ def test_a_machine_that_gets_a_tenant_during_a_pass_keeps_its_lock(
     with transaction(maas.engine) as conn:
         launching.release(conn, key, ADMIN)
         maas.machines.released(conn, key)
-        nodes.update(conn, "m1", tenant_machine_ids=[])
-    compare = maas_sync._compare
-
-    def then_a_tenant(*arguments: Any) -> Any:
-        result = compare(*arguments)
-        with transaction(maas.engine) as conn:
-            nodes.update(conn, "m1", unclean_allocation_id="")
-            maas.machines.active(conn)
-        return result
-
-    monkeypatch.setattr(maas_sync, "_compare", then_a_tenant)
-    maas.compare()
+        # A person installs it instead of MAAS.
+        (task,) = leasing.lease(conn, "worker", kinds=[DEPLOY])
+        maas.machines.end(conn, task, TaskState.CANCELED)
+        maas.machines.reinstall(conn)
+    maas.meanwhile(monkeypatch, maas.machines.active)
+    assert maas.compare().complete
     assert maas.manager.record()["machines"]["abc123"]["locked"]
     assert (maas.node().maas or {})["locked"] is True
 
@@ -787,6 +845,16 @@ def test_a_ticket_is_good_once_and_for_its_machine_only(maas: Maas) -> None:
     with reading(maas.engine) as conn:
         assert ticket not in str(rows.every(conn, sa.select(enrolment_tokens)))
         assert ticket not in str(journal.audit_rows(conn))
+
+
+def test_a_ticket_ends_with_its_deployment(maas: Maas) -> None:
+    """It stays on the machine, where the next tenant is root."""
+    maas.tenancy()
+    while not maas.fields("deploy"):
+        maas.step()
+    maas.enrol()
+    assert maas.play(enrols=False).state == "succeeded"
+    assert code(maas.enrol, maas.ticket()) == "token_invalid"
 
 
 def test_an_answer_without_end_is_cut_off(maas: Maas, monkeypatch: pytest.MonkeyPatch) -> None:
