@@ -84,7 +84,7 @@ class Machine:
         """Connect an end to the machine's SSH server, or raise a Problem."""
         async with self._refusals():
             grant = self._grant
-            if not grant.address:
+            if grant.whole:
                 loop = asyncio.get_running_loop()
                 await loop.create_connection(lambda: end, grant.host, grant.port)
             else:

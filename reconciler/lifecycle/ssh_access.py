@@ -50,7 +50,7 @@ class Grant:
     which their sessions are counted.
 
     host, port: SSH server of the machine. Of a slice, that of its node, which relays to `address`;
-    the server of a bare-metal machine is the tenant's own, and `address` is "".
+    the server of a whole machine is the tenant's own, and `address` is "".
     terminal: whether the machine was told to accept the gateway's certificates.
     """
 
@@ -60,6 +60,7 @@ class Grant:
     owner: str
     fingerprint: str
     node_id: str
+    whole: bool
     host: str
     port: int
     address: str
@@ -97,7 +98,7 @@ def authorise_member(
 def require_slice(conn: sa.Connection, allocation: Allocation) -> Grant:
     """The way to an active slice with known host keys, without a user yet; or a Problem."""
     grant = _grant(conn, allocation)
-    require_terminal(replace(grant, terminal=bool(grant.address)))
+    require_terminal(replace(grant, terminal=not grant.whole))
     return grant
 
 
@@ -107,9 +108,9 @@ def require_terminal(grant: Grant) -> None:
         raise Problem(
             "terminal_off",
             expected="a slice with a terminal",
-            found="one without" if grant.address else "a whole machine",
+            found="a whole machine" if grant.whole else "one without",
             remedy="use `gpuaas ssh`"
-            + (", or give it one with `gpuaas ssh-terminal`" if grant.address else ""),
+            + ("" if grant.whole else ", or give it one with `gpuaas ssh-terminal`"),
         )
     if not grant.host_keys:
         raise Problem(
@@ -131,13 +132,14 @@ def _grant(
             remedy="wait until `gpuaas allocations` shows it active, or launch another one",
         )
     columns = nodes.c
-    if allocation.capacity_shape == CapacityShape.GPU_SLICE:
+    whole = allocation.capacity_shape != CapacityShape.GPU_SLICE
+    if whole:
+        way: tuple[Any, ...] = (columns.tenant_address, columns.tenant_port, sa.literal(""))
+    else:
         # The address of the guest is that of its first slot.
         slot = (claims.c.allocation_id == allocation.id, claims.c.slot_id.is_not(None))
         first = sa.select(claims.c.private_ip).where(*slot).order_by(claims.c.position).limit(1)
-        way: tuple[Any, ...] = (columns.address, columns.port, first.scalar_subquery())
-    else:
-        way = (columns.tenant_address, columns.tenant_port, sa.literal(""))
+        way = (columns.address, columns.port, first.scalar_subquery())
     query = sa.select(*way).where(columns.id == allocation.node_id)
     host, port, address = conn.execute(query).one()
     return Grant(
@@ -147,9 +149,11 @@ def _grant(
         owner=owner,
         fingerprint=fingerprint,
         node_id=allocation.node_id,
+        whole=whole,
         host=host,
         port=port,
-        address=address,
+        # The host relays to no empty address.
+        address=address or "",
         username=str(allocation.connection.get("username", allocation.username)),
         host_keys=tuple(allocation.connection.get("host_keys", ())),
         terminal=bool(allocation.parameters.get("terminal")),

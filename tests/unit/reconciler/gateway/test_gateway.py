@@ -797,6 +797,19 @@ def test_hosts_that_hang_and_hosts_with_another_key_are_named(
     assert world.sessions() == []
 
 
+def test_a_slice_without_an_address_is_no_whole_machine(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tenant would reach the SSH server of its host."""
+    authorise = ssh_access.authorise
+    lost = {"address": ""}
+    monkeypatch.setattr(ssh_access, "authorise", lambda *given: replace(authorise(*given), **lost))
+    done = world.run("id")
+    assert done.returncode == 255 and "relay_refused" in done.stderr, done.stderr
+    world.refused("relay_refused")
+    assert world.sessions() == []
+
+
 def test_another_guest_and_another_gateway_are_not_believed(world: World) -> None:
     config = world.config()
     known = world.tree / "known_hosts"
