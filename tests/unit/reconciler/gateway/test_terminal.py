@@ -518,6 +518,9 @@ def test_tickets_are_few_and_only_for_terminals_that_can_open(world: World, site
     path = f"projects/demo/allocations/{world.allocation}/terminal"
     answers = [member.post(path).json() for _ in range(terminals.TICKETS + 1)]
     assert [each.get("code", "") for each in answers][-2:] == ["", "too_many_tickets"]
+    # A member of another project names the allocation there.
+    elsewhere = world.stack.client("stranger").post(path.replace("demo", "other"))
+    assert elsewhere.json().get("code") == "allocation_not_found"
     world.stack.settings = world.stack.settings.model_copy(update={"member_address": ""})
     refused = world.stack.client("admin").post(path)
     assert (refused.status_code, refused.json()["code"]) == (409, "gateway_missing")
