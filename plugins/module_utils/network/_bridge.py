@@ -144,14 +144,7 @@ def link_steps(state: State) -> list[_change.Step]:
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "add_bridge":
-        secure = ["--", "set-fail-mode", step.subject, "secure"]
-        _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", step.subject, *secure])
-        # Only a bridge shows the features of its datapath.
-        for problem in _guards.lacking(step.subject):
-            _command.run(["ovs-vsctl", "--timeout=60", "--if-exists", "del-br", step.subject])
-            raise problem
-        # The bridge has loaded the kernel's connection tracking.
-        _enlarge_table()
+        _add_bridge(step.subject)
     elif step.name in _guards.STEPS:
         _guards.apply(params, step)
     elif step.name == "address_interface":
@@ -170,6 +163,21 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "admit_guests":
         _host_filter.establish(params["bridge"])
     return None
+
+
+def _add_bridge(bridge: str) -> None:
+    exists = ["ovs-vsctl", "--timeout=60", "br-exists", bridge]
+    is_new = _command.run(exists, ok=(0, 2)).rc == 2
+    secure = ["--", "set-fail-mode", bridge, "secure"]
+    _command.run(["ovs-vsctl", "--timeout=60", "--may-exist", "add-br", bridge, *secure])
+    # Only a bridge shows the features of its datapath.
+    for problem in _guards.lacking(bridge):
+        # Any other bridge may have the ports of guests.
+        if is_new:
+            _command.run(["ovs-vsctl", "--timeout=60", "--if-exists", "del-br", bridge])
+        raise problem
+    # The bridge has loaded the kernel's connection tracking.
+    _enlarge_table()
 
 
 def _is_small(entries: int | None) -> bool:

@@ -274,6 +274,18 @@ def test_a_new_bridge_whose_datapath_cannot_hold_a_guard_goes_again(
     assert network.switch.bridges == {} and network.rules == []
 
 
+def test_a_bridge_that_was_there_stays_when_its_datapath_cannot_hold_a_guard(
+    network: Network,
+) -> None:
+    """The switch started after the host was observed."""
+    drive()
+    network.run(["ovs-vsctl", "add-port", "ovsbr0", GUARD.port])
+    network.switch.features = "CT state: No\n"
+    with pytest.raises(Refusal, match="connection_tracking_missing"):
+        _bridge.apply(PARAMS, _change.Step("add_bridge", "ovsbr0"))
+    assert network.switch.bridges == {"ovsbr0": {GUARD.port: 1}}
+
+
 OTHERS = "-A POSTROUTING -s 10.100.0.0/16 -j SNAT --to-source 192.0.2.1"
 SITES = "-A POSTROUTING -o eth0 -j MASQUERADE"
 DOCKERS = "-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE"
