@@ -24,7 +24,8 @@ description:
     types HTTPS and SVCB. O(name_servers) hides all of an internal zone.
   - C(gpuaas-slice-network-baseline.service) keeps running, compares the bridge's fail mode, every
     flow and the firewall with the guards of the slices, and restores them within seconds. It
-    brings back the bridge, its address, forwarding, NAT and dnsmasq within ten seconds.
+    brings back the bridge, its address, forwarding, NAT, and an Open vSwitch or dnsmasq that was
+    stopped, within ten seconds.
   - docker and ufw drop what they do not forward themselves. Three rules with the comment
     C(gpuaas-slice) in iptables' C(INPUT) and C(FORWARD) let guests pass, behind all rules of the
     site and before its policy. No other rule is flushed or moved, not even by a repair.
@@ -41,7 +42,7 @@ description:
   - The card's management link is optional and comes last. C(rshim.service) is started and enabled
     for it. A missing link is a warning (C(tmfifo_missing)) and stops nothing else, neither here
     nor at boot, where the service waits for it after everything else.
-  - Refuses with C(network_invalid), C(bridge_name_taken), C(bridge_renamed),
+  - Refuses with C(network_invalid), C(bridge_name_taken), C(bridge_renamed), C(switch_stopped),
     C(connection_tracking_missing), C(packet_limit_missing), C(connection_limit_missing) and, with
     O(state=absent), C(network_in_use). A configuration that dnsmasq does not accept is never
     installed.

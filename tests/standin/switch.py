@@ -178,7 +178,7 @@ class Switch:
                 zone, _, limit = text.removeprefix("zone=").partition(",limit=")
                 self.zones[zone] = limit
                 return ""
-            case ["dpctl/flush-conntrack", _] | ["revalidator/purge"]:
+            case ["dpctl/flush-conntrack", _] | ["revalidator/purge"] | ["version"]:
                 return ""
         raise Unknown(f"ovs-appctl {' '.join(words)}")
 

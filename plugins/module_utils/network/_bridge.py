@@ -32,8 +32,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _slice_network,
 )
 
+# Code of the refusal of an Open vSwitch that does not answer.
+STOPPED = "switch_stopped"
 TMFIFO, TMFIFO_ADDRESS = _slice_network.TMFIFO, _slice_network.TMFIFO_ADDRESS
-DHCP = "dnsmasq.service"
+SWITCH, DHCP = "openvswitch-switch.service", "dnsmasq.service"
 # The kernel's connection table, for the whole host. A guest's connection to another machine has an
 # entry in its slice's zone and one in the host's own, each with its limit (`_host_connections`).
 # With this size eight slices fill half of the table, and the host can still be reached.
@@ -58,7 +60,8 @@ class State:
     isolation: None without the bridge. lacking: features that its datapath does not have. local:
     the host's own addresses. entries: size of the kernel's connection table, None where it cannot
     be set. neighbours: sizes of its table of neighbours by key, as far as they can be set.
-    filtering: missing commands for the host's filter.
+    filtering: missing commands for the host's filter. silent: why Open vSwitch does not answer, or
+    "". Its bridges are unknown then, and stay in the kernel.
     """
 
     bridges: tuple[str, ...]
@@ -72,6 +75,7 @@ class State:
     entries: int | None = None
     neighbours: Mapping[str, int] = field(default_factory=dict)
     filtering: tuple[str, ...] = ()
+    silent: str = ""
 
 
 def _entries() -> int | None:
@@ -90,7 +94,7 @@ def uplink() -> str:
 
 
 def observe(params: Params) -> State:
-    known = _slice_network.bridges()
+    known, silent = _bridges()
     there = params["bridge"] in known
     return State(
         bridges=tuple(known),
@@ -104,13 +108,28 @@ def observe(params: Params) -> State:
         entries=_entries(),
         neighbours=_slice_network.neighbours(),
         filtering=tuple(_host_filter.changes(params["bridge"])),
+        silent=silent,
     )
+
+
+def _bridges() -> tuple[list[str], str]:
+    """Names of Open vSwitch's bridges, and why it does not answer, or ""."""
+    if not _slice_network.switch_runs():
+        return [], "it does not run"
+    try:
+        # The database answers for the bridges, and the other daemon has their flows.
+        _command.run(["ovs-appctl", "--timeout=10", "version"])
+        return _slice_network.bridges(), ""
+    except Refusal as refusal:
+        return [], refusal.found
 
 
 def plan(params: Params, state: State) -> _change.Plan:
     bridge = params["bridge"]
     blockers = [*_invalid(params), *state.lacking]
-    if bridge in state.interfaces and bridge not in state.bridges:
+    if state.silent:
+        blockers.append(switch_stopped(state.silent))
+    elif bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
     steps = []
     if bridge not in state.bridges:
@@ -144,7 +163,7 @@ def link_steps(state: State) -> list[_change.Step]:
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     if step.name == "add_bridge":
-        _add_bridge(step.subject)
+        _add_bridge(params, step.subject)
     elif step.name in _guards.STEPS:
         _guards.apply(params, step)
     elif step.name == "address_interface":
@@ -165,7 +184,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     return None
 
 
-def _add_bridge(bridge: str) -> None:
+def _add_bridge(params: Params, bridge: str) -> None:
     exists = ["ovs-vsctl", "--timeout=60", "br-exists", bridge]
     is_new = _command.run(exists, ok=(0, 2)).rc == 2
     secure = ["--", "set-fail-mode", bridge, "secure"]
@@ -178,6 +197,9 @@ def _add_bridge(bridge: str) -> None:
         raise problem
     # The bridge has loaded the kernel's connection tracking.
     _enlarge_table()
+    if not is_new:
+        # It was not seen, because the switch did not run, and may have guests.
+        _guards.restore(params, with_firewall=True)
 
 
 def _is_small(entries: int | None) -> bool:
@@ -197,8 +219,8 @@ def boot(settings_path: str) -> int:
 
     The card's link may appear later.
     """
-    failed = _boot_service.boot(LIVE, settings_path, wait_for=("tmfifo_missing", "command_failed"))
-    return failed or watch(settings_path)
+    waiting = ("tmfifo_missing", STOPPED, "command_failed")
+    return _boot_service.boot(LIVE, settings_path, wait_for=waiting) or watch(settings_path)
 
 
 def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -207,8 +229,12 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     """
 
     def rounds(settings: Params, turn: int) -> Iterator[list[str]]:
+        seldom = turn % _guards.SELDOM == _guards.SELDOM - 1
+        if seldom:
+            # First, because without it the guards cannot be compared.
+            yield _start_switch()
         yield _guards.restore(settings, with_firewall=turn % _guards.SELDOM == 0)
-        if turn % _guards.SELDOM == _guards.SELDOM - 1:
+        if seldom:
             yield restore(settings)
 
     # The bridge fails closed until the switch answers.
@@ -227,10 +253,10 @@ def restore(params: Params) -> list[str]:
     Returns the steps that were needed.
     """
     done = restore_live(params)
-    if _is_dhcp_down():
+    if _is_down(DHCP):
         try:
             with _baseline_files.dhcp_lock(wait_s=1):
-                if _is_dhcp_down():
+                if _is_down(DHCP):
                     # Not waited for, because at boot dnsmasq waits for this service.
                     _command.run(["systemctl", "--no-block", "start", DHCP])
                     done.append(f"start {DHCP}")
@@ -241,8 +267,19 @@ def restore(params: Params) -> list[str]:
     return done
 
 
-def _is_dhcp_down() -> bool:
-    service = _boot_service.services([DHCP])[DHCP]
+def _start_switch() -> list[str]:
+    """Start Open vSwitch if it was stopped. The bridge fails closed, so no frame of a guest passes
+    before the guards are loaded.
+    """
+    if not _is_down(SWITCH):
+        return []
+    # Not waited for, because a start may take longer than systemd waits for a sign of this service.
+    _command.run(["systemctl", "--no-block", "start", SWITCH])
+    return [f"start {SWITCH}"]
+
+
+def _is_down(name: str) -> bool:
+    service = _boot_service.services([name])[name]
     return service.enabled and not service.active
 
 
@@ -325,6 +362,16 @@ def _not_ours(bridge: str) -> Refusal:
         expected=f"{bridge} to be an Open vSwitch bridge or not to exist",
         found="an interface of another kind with this name",
         remedy="rename or remove that interface, or choose another bridge in the profile",
+    )
+
+
+def switch_stopped(silent: str) -> Refusal:
+    return Refusal(
+        STOPPED,
+        expected="Open vSwitch to answer, which alone knows its bridges",
+        found=silent,
+        remedy="run `systemctl start openvswitch-switch`; if it fails, see "
+        "`journalctl -u ovsdb-server -u ovs-vswitchd`",
     )
 
 

@@ -38,7 +38,7 @@ _FOLDERS = (_host.STATE_DIRECTORY, str(PurePosixPath(RESERVATIONS).parent), RESE
 SYSCTL = _baseline_files.SYSCTL
 
 RECORD = "network"
-SWITCH, DHCP, RSHIM = "openvswitch-switch.service", _bridge.DHCP, "rshim.service"
+SWITCH, DHCP, RSHIM = _bridge.SWITCH, _bridge.DHCP, "rshim.service"
 
 _OLD_SERVICE = "gpuaas-slice-host-net-baseline"
 _UNITS = "/etc/systemd/system"
@@ -115,7 +115,10 @@ def observe(params: Params) -> State:
 
 def plan(params: Params, state: State) -> _change.Plan:
     live = _bridge.plan(params, state.live)
-    blockers = [*_unsafe(params), *renamed(params, state), *_resolver(state), *live.blockers]
+    # This run starts the switch, if an interface of the bridge's name can only be our bridge.
+    starts = state.ours or params["bridge"] not in state.live.interfaces
+    blockers = [*_unsafe(params), *renamed(params, state), *_resolver(state)]
+    blockers += [b for b in live.blockers if not (starts and b.code == _bridge.STOPPED)]
     if not blockers:
         # Not at boot: an address that the host got since would take the network from its guests.
         # Their guards refuse it, and parity names it.
@@ -134,7 +137,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         for path, text in files.items()
         if state.files[path] != text.strip()
     ]
-    if not (state.switch.active and state.switch.enabled):
+    if state.live.silent or not (state.switch.active and state.switch.enabled):
         steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
     steps += [step for step in live.steps if not step.soft]
     steps += _boot_service.plan(unit(params), state.installed)

@@ -81,7 +81,9 @@ def observe(params: Params) -> State:
 
 def plan(params: Params, state: State) -> _change.Plan:
     baseline, bridge = state.baseline, params["bridge"]
-    blockers = (*_ovs_nat.renamed(params, baseline), *_in_use(params, state))
+    blockers = [*_ovs_nat.renamed(params, baseline), *_in_use(params, state)]
+    if state.concerned and baseline.live.silent and bridge in baseline.live.interfaces:
+        blockers.append(_bridge.switch_stopped(baseline.live.silent))
     steps = _ovs_nat.outdated(baseline)
     steps += _boot_service.plan_removal(_ovs_nat.unit(params), baseline.installed)
     steps += [
@@ -116,7 +118,7 @@ def plan(params: Params, state: State) -> _change.Plan:
     if state.concerned:
         steps += _services(baseline, rewritten=any(step.name == "remove_file" for step in steps))
     steps += _host_snapshot.forget_steps(_ovs_nat.RECORD, baseline.before)
-    return _change.Plan(tuple(steps), blockers)
+    return _change.Plan(tuple(steps), tuple(blockers))
 
 
 def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ class Network:
         self.tree = tree
         self.switch = FakeSwitch()
         self.addresses: dict[str, list[str]] = {}
-        self.dnsmasq = True
+        self.active = {_bridge.SWITCH, _bridge.DHCP}
         self.write("proc/sys/net/ipv4/ip_forward", "0")
         self.write("run/openvswitch/db.sock", "")
         monkeypatch.setattr(_command, "run", self.run)
@@ -95,11 +95,11 @@ class Network:
             case ["sysctl", "-q", "-w", setting] if setting.startswith("net.ipv4.neigh."):
                 key, _, size = setting.partition("=")
                 self.write(f"proc/sys/{key.replace('.', '/')}", size)
-            case ["systemctl", "show", *_]:
-                active = "active" if self.dnsmasq else "inactive"
+            case ["systemctl", "show", *_, name]:
+                active = "active" if name in self.active else "inactive"
                 return _command.Result(0, f"ActiveState={active}\nUnitFileState=enabled\n", "")
-            case ["systemctl", "--no-block", "start", "dnsmasq.service"]:
-                self.dnsmasq = True
+            case ["systemctl", "--no-block", "start", name]:
+                self.active.add(name)
             case _:
                 raise AssertionError(f"unscripted command: {argv}")
         return _command.Result(0, "", "")
@@ -321,6 +321,62 @@ def test_reserved_ports_stay_reserved_toward_allowed_networks(network: Network) 
     assert drive().done[-1] == "add_nat" and network.rules == RULES
 
 
+def dead(network: Network, *command: str) -> None:
+    """A daemon of the switch that was killed: this command fails."""
+    real = network.switch.answer
+
+    def answer(argv: list[str], stdin: str | None = None) -> tuple[int, str, str]:
+        return (1, "", "Connection refused") if {*command} <= {*argv} else real(argv, stdin)
+
+    network.switch.answer = answer  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        (lambda n: (n.tree / "run/openvswitch/db.sock").unlink(), "it does not run"),
+        (lambda n: dead(n, "ovs-vsctl", "list-br"), "exit 1: Connection refused"),
+        (lambda n: dead(n, "ovs-appctl", "version"), "exit 1: Connection refused"),
+    ],
+)
+def test_the_bridge_of_a_switch_that_does_not_run_is_no_other_interface(
+    network: Network, end: Any, found: str
+) -> None:
+    drive()
+    end(network)
+    failure = drive().failure
+    assert failure is not None and (failure.code, failure.found) == ("switch_stopped", found)
+    assert "`systemctl start openvswitch-switch`" in failure.remedy
+
+
+@pytest.mark.covers("HOST-7")
+def test_the_watch_starts_a_switch_that_was_stopped(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bridge stays in the kernel and forwards nothing until the guards are loaded."""
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+    _guards.save(GUARD)
+    socket, real = network.tree / "run/openvswitch/db.sock", network.switch.answer
+
+    def stop() -> None:
+        network.active.discard(_bridge.SWITCH)
+        socket.unlink()
+        dead(network, "ovs-vsctl")
+        network.switch.bridges["ovsbr0"][GUARD.port] = 4
+        network.switch.flows["ovsbr0"].clear()
+
+    def started() -> None:
+        if _bridge.SWITCH in network.active:
+            socket.touch()
+            network.switch.answer = real  # type: ignore[method-assign]
+
+    boot(monkeypatch, stop, *[started] * 9)
+    lines = capsys.readouterr().out.splitlines()
+    assert f"restored: start {_bridge.SWITCH}" in lines
+    assert _flows.installed("ovsbr0", GUARD.cookie) == _flows.rules(GUARD, 4, [])
+    assert network.switch.modes == {"ovsbr0": "secure"}
+
+
 def test_an_interface_that_is_no_ovs_bridge_is_left_alone(network: Network) -> None:
     network.interface("ovsbr0")
     outcome = drive()
@@ -495,10 +551,10 @@ def test_the_watch_brings_back_the_way_out_within_five_rounds(
         network.rules.clear()
         network.addresses.clear()
         network.write("proc/sys/net/ipv4/ip_forward", "0")
-        network.dnsmasq = False
+        network.active.discard(_bridge.DHCP)
 
     boot(monkeypatch, lose_all, *[lambda: None] * 4)
-    assert (network.rules, network.dnsmasq) == (RULES, True)
+    assert network.rules == RULES and _bridge.DHCP in network.active
     assert network.addresses == {"ovsbr0": ["10.100.0.1/24"]}
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [

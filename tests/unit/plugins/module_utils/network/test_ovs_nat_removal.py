@@ -17,6 +17,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
+    _flows,
+    _guards,
     _host_filter,
     _nat,
     _ovs_nat,
@@ -158,6 +160,56 @@ def test_a_plain_host_is_plain_again(host: Host, tree: Path) -> None:
     assert _host.read("/proc/sys/net/ipv4/ip_forward") == "0"
     assert remaining_files(tree) == []
     assert not remove().changed
+
+
+GUARD = _flows.Guard(
+    "23bd713b-6073-4ef7-8a51-2897e902365d", "ovsbr0", "52:54:00:64:00:0a", "10.100.0.10",
+    "10.100.0.1/24",
+)  # fmt: skip
+
+
+def stop_switch(host: Host) -> None:
+    """`systemctl stop openvswitch-switch`: the bridge stays in the kernel, its flows are lost."""
+    host.active.discard(SWITCH)
+    (host.tree / "run/openvswitch/db.sock").unlink()
+    host.switch.flows = {bridge: [] for bridge in host.bridges}
+    host.calls.clear()
+
+
+def test_a_stopped_switch_is_started_before_its_bridge_is_observed(host: Host, tree: Path) -> None:
+    establish()
+    _guards.save(GUARD)
+    host.bridges["ovsbr0"][GUARD.port] = 4
+    stop_switch(host)
+    forecast = _change.drive(_ovs_nat.SUBJECT, PARAMS, check_mode=True)
+    assert (forecast.failure, host.calls) == (None, [])
+    assert [step.name for step in forecast.plan.steps][:2] == ["start_switch", "add_bridge"]
+    outcome = establish()
+    assert (outcome.failure, outcome.done[0]) == (None, "start_switch")
+    assert host.calls[0] == ["systemctl", "enable", "--now", SWITCH]
+    assert _flows.installed("ovsbr0", GUARD.cookie) == _flows.rules(GUARD, 4, [])
+    assert not establish().changed
+
+
+def test_an_interface_of_a_host_without_baseline_waits_for_the_switch(host: Host) -> None:
+    """It may be another program's, and only the switch knows."""
+    host.write("sys/class/net/ovsbr0/flags", "0x1003")
+    failure = establish().failure
+    assert failure is not None and failure.code == "switch_stopped"
+    assert host.calls == []
+    host.runs(SWITCH)
+    failure = establish().failure
+    assert failure is not None and failure.code == "bridge_name_taken"
+
+
+def test_the_removal_leaves_no_bridge_behind_a_stopped_switch(host: Host) -> None:
+    establish()
+    stop_switch(host)
+    failure = remove().failure
+    assert failure is not None and failure.code == "switch_stopped"
+    assert host.calls == []
+    host.runs(SWITCH)
+    assert (remove().failure, host.bridges) == (None, {})
 
 
 def test_the_port_of_a_parity_run_that_was_killed_keeps_no_bridge(host: Host) -> None:
