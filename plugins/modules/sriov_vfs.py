@@ -17,7 +17,8 @@ description:
     down until it is set.
   - Gives each function of an Ethernet card its guard, which the card enforces. Spoof check is on,
     trust is off, and the VLAN is its tenant's (M(gpuaas.slice.slice_vm)) or O(idle_vlan).
-    C(gpuaas-slice-fabric.service) restores it within seconds.
+    C(gpuaas-slice-fabric.service) restores it within seconds. If its settings
+    C(/etc/gpuaas/fabric.json) are lost, it changes nothing and says so (C(settings_unreadable)).
   - Switches off automatic probing, so that no driver of the host takes a virtual function.
   - C(gpuaas-slice-fabric.service) does the same at boot.
   - A site may have virtual functions of its own. How many a card had, and whether drivers were

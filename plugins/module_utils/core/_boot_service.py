@@ -174,11 +174,33 @@ def services(names: Iterable[str]) -> dict[str, Service]:
     return {name: _service(block) for name, block in zip(units, blocks, strict=True)}
 
 
+def settings(path: str) -> dict[str, Any]:
+    """The settings of a boot service, as bootstrap recorded them. A lost file is refused too,
+    because no default is a value that the host had.
+    """
+    again = "run the bootstrap playbook again, which records the profile's values"
+    recorded = _host.document(path, code="settings_unreadable", remedy=again)
+    if recorded is None:
+        expected = f"a JSON object in {path}"
+        raise Refusal("settings_unreadable", expected=expected, found="no such file", remedy=again)
+    return recorded
+
+
+def _settings_of(path: str, *, required: bool) -> dict[str, Any]:
+    try:
+        return settings(path)
+    except Refusal:
+        if required:
+            raise
+        return {}
+
+
 def boot(
     subject: _change.Subject,
     settings_path: str,
     *,
     wait_for: tuple[str, ...] = (),
+    required: bool = False,
     patience: float = 90,
     meanwhile: _change.Subject | None = None,
     sleep: Callable[[float], None] = time.sleep,
@@ -189,26 +211,29 @@ def boot(
     loading), retried for `patience` seconds, which must be less than the unit's TimeoutStartSec, or
     the refusal would not be logged. Doubts with these codes are awaited too, but only after all
     required parts are ready and systemd was notified. A remaining doubt is logged and is no
-    failure. meanwhile: what is driven in each round of waiting; systemd is notified once it holds.
+    failure. required: whether `subject` needs the settings. Otherwise it gets {} for lost ones.
+    meanwhile: what is driven in each round of waiting; systemd is notified once it holds.
     """
     deadline = time.monotonic() + patience
     while True:
-        failure, doubts = _attempt(subject, settings_path)
+        failure, doubts = _attempt(subject, settings_path, required=required)
         if failure is None:
             break
         if failure.code not in wait_for or time.monotonic() > deadline:
             _warn(doubts)
             log(str(failure))
             return 1
-        if meanwhile and _attempt(meanwhile, settings_path, again=True)[0] is None:
-            notify("READY=1")
+        if meanwhile:
+            failure, _doubts = _attempt(meanwhile, settings_path, required=required, again=True)
+            if failure is None:
+                notify("READY=1")
         sleep(2)
     notify("READY=1")
     # The required parts are in place and the unit is running. Only a guardian applies them again;
     # later drift is reported by parity, and a failure no longer ends the unit.
     while any(doubt.code in wait_for for doubt in doubts) and time.monotonic() <= deadline:
         sleep(2)
-        failure, doubts = _attempt(_optional(subject), settings_path, again=True)
+        failure, doubts = _attempt(_optional(subject), settings_path, required=required, again=True)
         if failure:
             doubts = [*doubts, failure]
     _warn(doubts)
@@ -220,6 +245,7 @@ def watch(
     restore: Callable[[dict[str, Any], int], Iterable[list[str]]],
     *,
     trouble: str,
+    required: bool = False,
     period_s: float = 2.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
@@ -227,14 +253,14 @@ def watch(
     seconds, or longer where a round takes its time.
 
     restore: gets the settings and the number of the round, and gives the steps of each part once it
-    is done. trouble: what a failure means, for the journal.
+    is done. trouble: what a failure means, for the journal. required: whether a round needs the
+    settings. Otherwise it gets {} for lost ones.
     """
     silent, turn = "", 0
     while True:
         began = time.monotonic()
         try:
-            settings = json.loads(_host.read(settings_path) or "{}")
-            for done in restore(settings, turn):
+            for done in restore(_settings_of(settings_path, required=required), turn):
                 if done:
                     log(f"restored: {', '.join(done)}")
                     _repairs.note(done)
@@ -250,7 +276,7 @@ def watch(
 
 
 def _attempt(
-    subject: _change.Subject, settings_path: str, *, again: bool = False
+    subject: _change.Subject, settings_path: str, *, required: bool, again: bool = False
 ) -> tuple[Refusal | None, list[Refusal]]:
     """Drive once; returns the failure or None, and the doubts.
 
@@ -258,8 +284,8 @@ def _attempt(
     unit.
     """
     try:
-        settings = json.loads(_host.read(settings_path) or "{}")
-        outcome = _change.drive(subject, settings, check_mode=False)
+        recorded = _settings_of(settings_path, required=required)
+        outcome = _change.drive(subject, recorded, check_mode=False)
     except Refusal as refusal:
         return refusal, []
     except (OSError, ValueError) as broken:

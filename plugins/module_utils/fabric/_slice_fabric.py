@@ -81,12 +81,14 @@ def observe(params: Params) -> State:
         address: [other for other in sorted(holders.get(address, {})) if other != allocation]
         for address in addresses
     }
+    guarded = any(function.guard for function in functions)
     return State(
         tuple(functions),
         tuple(missing),
         _function_guards.saved(allocation),
         others,
-        _virtual_functions.idle_vlan(_virtual_functions.recorded()),
+        # Only Ethernet has one.
+        _virtual_functions.idle_vlan(_virtual_functions.recorded()) if guarded else 0,
     )
 
 

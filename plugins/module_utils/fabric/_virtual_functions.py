@@ -286,7 +286,8 @@ LIVE = _change.Subject(observe, plan, apply, facts)
 def boot(settings_path: str) -> int:
     """Create the functions again at boot. The card's driver may still be loading."""
     waiting = ("device_missing", "interface_missing")
-    return _boot_service.boot(LIVE, settings_path, wait_for=waiting) or watch(settings_path)
+    failed = _boot_service.boot(LIVE, settings_path, wait_for=waiting, required=True)
+    return failed or watch(settings_path)
 
 
 def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -302,9 +303,13 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
             restored = _restore_guards(settings, filter(_pci.present, cards))
         yield restored
 
-    trouble = "cannot compare the guards"
     return _boot_service.watch(
-        settings_path, restore, trouble=trouble, period_s=_PERIOD_S, sleep=sleep
+        settings_path,
+        restore,
+        trouble="cannot compare the guards",
+        required=True,
+        period_s=_PERIOD_S,
+        sleep=sleep,
     )
 
 
@@ -326,13 +331,23 @@ def _restore_guards(settings: Params, cards: Iterable[str]) -> list[str]:
 
 
 def idle_vlan(settings: Params) -> int:
-    return int(settings.get("idle_vlan") or 0)
+    """VLAN of functions without a tenant. It has no default, because 0 is the native network of the
+    cards.
+    """
+    number = settings.get("idle_vlan")
+    if isinstance(number, int):
+        return number
+    raise Refusal(
+        "settings_unreadable",
+        expected=f"the number idle_vlan in {SETTINGS}",
+        found=repr(number),
+        remedy="run the bootstrap playbook again",
+    )
 
 
 def recorded() -> dict[str, Any]:
-    """Settings of the boot service, as bootstrap recorded them on this host; {} without it."""
-    again = "run the bootstrap playbook again"
-    return _host.document(SETTINGS, code="settings_unreadable", remedy=again) or {}
+    """Settings of the boot service, as bootstrap recorded them on this host."""
+    return _boot_service.settings(SETTINGS)
 
 
 def function_at(address: str) -> tuple[Card, int] | None:

@@ -126,6 +126,7 @@ def sriov_vfs(site: Site) -> Case:
         "link": "ethernet",
         "count": 2,
         "macs": {},
+        "idle_vlan": 0,
     }
 
 

@@ -146,11 +146,21 @@ def test_a_broken_guard_is_removed_with_the_slice(card: Card) -> None:
 
 
 def test_a_fabric_of_one_tenant_has_no_vlan(card: Card) -> None:
-    _host.write(_virtual_functions.SETTINGS, json.dumps({"pfs": [PF], "pf_ids": [], "count": 2}))
+    settings = {"pfs": [PF], "pf_ids": [], "count": 2, "idle_vlan": 0}
+    _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
     drive(2)
     assert run(vlan=0).failure is None and guards()[0] == guarded(0)
     outcome = run()
     assert outcome.failure.code == "vlan_invalid"
+
+
+def test_a_release_without_settings_moves_no_function(card: Card) -> None:
+    """The VLAN of idle functions is unknown, and 0 is the cards' native network."""
+    run()
+    _host.remove(_virtual_functions.SETTINGS)
+    with pytest.raises(Refusal, match="settings_unreadable"):
+        run("absent")
+    assert guards() == [guarded(3001), guarded(3000)]
 
 
 def test_drift_and_absence_name_a_function_outside_its_vlan(card: Card) -> None:

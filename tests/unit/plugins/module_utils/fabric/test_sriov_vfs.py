@@ -67,6 +67,7 @@ def drive(
         "link": "ethernet",
         "count": count,
         "macs": {},
+        "idle_vlan": 0,
         **more,
     }
     return _change.drive(subject, params, check_mode=check)

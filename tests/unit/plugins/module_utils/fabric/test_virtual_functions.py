@@ -96,7 +96,8 @@ def card(pci: Any, monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def drive(count: int, **more: Any) -> _change.Outcome:
-    params = {"pfs": [], "pf_ids": ["8086:10c9"], "count": count, "macs": {}, **more}
+    cards = {"pfs": [], "pf_ids": ["8086:10c9"], "macs": {}}
+    params = {**cards, "count": count, "idle_vlan": 0, **more}
     return _change.drive(_virtual_functions.LIVE, params, check_mode=False)
 
 
@@ -324,7 +325,7 @@ def boot(*events: Callable[[], object]) -> None:
 
 
 def test_boot_makes_them_again(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"pfs": [PF], "pf_ids": [], "count": 2, "macs": {}}
+    settings = {"pfs": [PF], "pf_ids": [], "count": 2, "macs": {}, "idle_vlan": 0}
     _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
     boot()
     done = "done: make_functions, raise_card, name_functions, guard_functions\n"
@@ -398,6 +399,34 @@ def test_the_service_restores_a_guard_and_nothing_else(
     assert len(changed) == 1 and changed[0][0] == "1"
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 2 and out[1].startswith(f"restored: {VF[1]} with {guarded(3001)}, was VLAN")
+
+
+@pytest.mark.covers("SLICE-9")
+@pytest.mark.parametrize(
+    "text", [None, "null", "[]", "{", json.dumps({"pfs": [PF], "count": 2, "macs": {}})]
+)
+def test_lost_settings_move_no_function(
+    card: Card, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """VLAN 0 is the cards' native network."""
+    settings = {"pfs": [PF], "pf_ids": [], "count": 2, "macs": {}, "idle_vlan": 3000}
+    _host.write(_virtual_functions.SETTINGS, json.dumps(settings))
+    _function_guards.save(ALLOCATION, {VF[1]: 3001})
+
+    def lose() -> None:
+        _host.remove(_virtual_functions.SETTINGS)
+        if text is not None:
+            _host.write(_virtual_functions.SETTINGS, text)
+
+    boot(lose, lambda: None, lambda: None)
+    assert guards() == [guarded(3000), guarded(3001)]
+    said = "cannot compare the guards: settings_unreadable: "
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
+    # Neither does a restart of the service, nor a comparison.
+    assert _virtual_functions.boot(_virtual_functions.SETTINGS) == 1
+    with pytest.raises(Refusal, match="settings_unreadable"):
+        _virtual_functions.restore_guards(_virtual_functions.recorded())
+    assert guards() == [guarded(3000), guarded(3001)]
 
 
 @pytest.mark.covers("SLICE-9")
