@@ -220,7 +220,8 @@ def boot(settings_path: str) -> int:
     The card's link may appear later.
     """
     waiting = ("tmfifo_missing", STOPPED, "command_failed")
-    return _boot_service.boot(LIVE, settings_path, wait_for=waiting) or watch(settings_path)
+    failed = _boot_service.boot(LIVE, settings_path, wait_for=waiting, required=True)
+    return failed or watch(settings_path)
 
 
 def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -242,6 +243,7 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
         settings_path,
         rounds,
         trouble="cannot restore the network",
+        required=True,
         period_s=_guards.PERIOD_S,
         sleep=sleep,
     )

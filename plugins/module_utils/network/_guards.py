@@ -114,11 +114,12 @@ def egress_of(params: Params, guard: _flows.Guard) -> _flows.Egress:
 
 
 def recorded() -> dict[str, Any]:
-    """The network's settings, as bootstrap recorded them on this host; {} without bootstrap."""
+    """The network's settings, as bootstrap recorded them on this host; {} without valid ones."""
     try:
-        return dict(json.loads(_host.read(_baseline_files.SETTINGS) or "{}"))
+        settings = json.loads(_host.read(_baseline_files.SETTINGS) or "{}")
     except ValueError:
         return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def observe(params: Params, *, with_firewall: bool = True) -> State | None:

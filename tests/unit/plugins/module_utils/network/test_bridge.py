@@ -563,6 +563,29 @@ def test_the_watch_brings_back_the_way_out_within_five_rounds(
     ]
 
 
+@pytest.mark.parametrize("text", [None, "null", "[]", "{"])
+def test_lost_settings_end_no_watch(
+    network: Network,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+) -> None:
+    settings = json.dumps({**PARAMS, "tmfifo": False})
+    _host.write(SETTINGS, settings)
+
+    def lose() -> None:
+        _host.remove(SETTINGS)
+        if text is not None:
+            _host.write(SETTINGS, text)
+        assert _guards.recorded() == {}
+        network.switch.flows["ovsbr0"].clear()
+
+    boot(monkeypatch, lose, lambda: _host.write(SETTINGS, settings))
+    _done, trouble, restored = capsys.readouterr().out.splitlines()
+    assert trouble.startswith("cannot restore the network: settings_unreadable: ")
+    assert restored == "restored: guard_bridge ovsbr0 flows"
+
+
 def test_at_boot_the_cards_link_is_waited_for_when_guests_have_their_network(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
