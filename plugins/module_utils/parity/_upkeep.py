@@ -10,6 +10,7 @@ an operator's. Until the next bootstrap, the host is compared with what that rec
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ CHECKS = (
     *("guest_egress", "guest_tcp", "network_service", "fabric_isolation", "libvirt_directory"),
     "image_cache",
 )
+
+_GUARDIANS = (_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
 
 Params = Mapping[str, Any]
 Rows = list[dict[str, str]]
@@ -127,7 +130,8 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
     if limit := profile["vm"].get("mgmt_qos"):
         repairs.append(lambda done: _restore_limits(limit, done))
     # Last, because a guardian would restore the network before its differences are recorded.
-    repairs.append(_start_guardians)
+    guardians = _boot_service.present(*_GUARDIANS)
+    repairs += [functools.partial(_start_guardian, unit) for unit in guardians]
     done: list[str] = []
     refusals = []
     for repair in repairs:
@@ -166,17 +170,14 @@ def _restore_limits(options: Params, done: list[str]) -> None:
             done.append(f"limit_port {_object_names.port_name(allocation)}")
 
 
-def _start_guardians(done: list[str]) -> None:
-    """Start the guardians and the telemetry that were stopped; systemd itself restarts those that
-    fail or hang.
+def _start_guardian(unit: _boot_service.Unit, done: list[str]) -> None:
+    """Start a guardian, or the telemetry, that was stopped; systemd itself restarts one that fails
+    or hangs.
     """
-    units = _boot_service.present(_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
-    states = _boot_service.services([unit.service for unit in units]) if units else {}
-    for unit in units:
-        if not states[unit.service].active:
-            step = _change.Step("start_service", unit.service, "inactive", "active")
-            _boot_service.apply(unit, step)
-            done.append(f"{step.name} {step.subject}")
+    if not _boot_service.services([unit.service])[unit.service].active:
+        step = _change.Step("start_service", unit.service, "inactive", "active")
+        _boot_service.apply(unit, step)
+        done.append(f"{step.name} {step.subject}")
 
 
 def _unlike(network: Params, recorded: Params) -> list[Refusal]:

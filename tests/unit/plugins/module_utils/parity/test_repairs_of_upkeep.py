@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_service,
+    _boot_units,
+    _command,
     _free_space,
     _host,
     _host_mode,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _upkeep
 
@@ -35,3 +40,39 @@ def test_a_record_that_is_no_object_is_named(
 ) -> None:
     _host.write(_baseline_files.SETTINGS, text)
     assert keep(monkeypatch, "slice_network") == ([], {"network_settings_differ"})
+
+
+class Systemd:
+    """Services that are all stopped; those of `broken` do not start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *broken: str) -> None:
+        self.started: list[str] = []
+        self.broken = broken
+        monkeypatch.setattr(_command, "run", self.run)
+
+    def run(self, argv: list[str], **_options: Any) -> _command.Result:
+        name = argv[-1]
+        if argv[1] == "show":
+            return _command.Result(0, "ActiveState=failed\nUnitFileState=enabled\n", "")
+        assert argv[:2] == ["systemctl", "restart"]
+        if name in self.broken:
+            raise Refusal("command_failed", expected="a", found="Job failed", remedy="c")
+        self.started.append(name)
+        return _command.Result(0, "", "")
+
+
+def install(*units: _boot_service.Unit) -> list[str]:
+    for unit in units:
+        _host.write(unit.path, "x")
+        _host.write(unit.settings_path, "{}")
+    return [unit.service for unit in units]
+
+
+def test_a_guardian_that_does_not_start_keeps_no_other(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = install(_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
+    systemd = Systemd(monkeypatch, names[0])
+    done, left = keep(monkeypatch)
+    assert systemd.started == names[1:] and left == {"command_failed"}
+    assert done == [f"start_service {name}" for name in names[1:]]
