@@ -150,12 +150,8 @@ def install(unit: Unit) -> None:
 
 
 def present(*units: Unit) -> list[Unit]:
-    """Those that are installed on this host."""
-    return [
-        unit
-        for unit in units
-        if _host.path(unit.path).exists() and _host.path(unit.settings_path).exists()
-    ]
+    """Those that are installed on this host, also without their settings."""
+    return [unit for unit in units if _host.path(unit.path).exists()]
 
 
 def services(names: Iterable[str]) -> dict[str, Service]:

@@ -172,8 +172,10 @@ def _restore_limits(options: Params, done: list[str]) -> None:
 
 def _start_guardian(unit: _boot_service.Unit, done: list[str]) -> None:
     """Start a guardian, or the telemetry, that was stopped; systemd itself restarts one that fails
-    or hangs.
+    or hangs. A guardian whose settings are lost restores nothing, even if it runs.
     """
+    if not unit.borrowed:
+        _boot_service.settings(unit.settings_path)
     if not _boot_service.services([unit.service])[unit.service].active:
         step = _change.Step("start_service", unit.service, "inactive", "active")
         _boot_service.apply(unit, step)

@@ -153,10 +153,11 @@ def measure(settings: Mapping[str, Any], problems: list[str]) -> dict[str, Value
 
 
 def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
-    """Names of parts of the host's baseline that differ, by what costs no probe of the network."""
+    """Names of parts of the host's baseline that differ, by what costs no probe of the network.
+
+    settings: of the network; {} if they are lost, because the network is installed before this.
+    """
     differs: list[str] = []
-    if not settings:
-        return differs
     try:
         guardians = _boot_service.present(_boot_units.NETWORK, _boot_units.FABRIC)
         services = [unit.service for unit in guardians]
@@ -167,11 +168,12 @@ def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
             differs.append("guardian_stopped")
         if any(states[name].active for name in quiesced):
             differs.append("gpu_service_active")
-        files = {
-            _baseline_files.DNSMASQ: _baseline_files.dnsmasq(settings),
-            _baseline_files.SYSCTL: _baseline_files.SYSCTLS,
-        }
-        if any(_file_edits.unlike(path, text) for path, text in files.items()):
+        files = {_baseline_files.SYSCTL: _baseline_files.SYSCTLS}
+        if settings:
+            files[_baseline_files.DNSMASQ] = _baseline_files.dnsmasq(settings)
+        lost = not all(_host.path(unit.settings_path).exists() for unit in guardians)
+        edited = any(_file_edits.unlike(path, text) for path, text in files.items())
+        if not settings or lost or edited:
             differs.append("network_file")
         differs += sorted({refusal.code for refusal in _free_space.full()})
     except (Refusal, OSError, ValueError, KeyError, TypeError):

@@ -76,3 +76,17 @@ def test_a_guardian_that_does_not_start_keeps_no_other(
     done, left = keep(monkeypatch)
     assert systemd.started == names[1:] and left == {"command_failed"}
     assert done == [f"start_service {name}" for name in names[1:]]
+
+
+@pytest.mark.parametrize("text", [None, "null"])
+def test_a_guardian_without_settings_is_named_and_not_started(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    (name, *_others) = install(_boot_units.NETWORK, _boot_units.FABRIC)
+    _host.remove(_boot_units.FABRIC.settings_path)
+    if text is not None:
+        _host.write(_boot_units.FABRIC.settings_path, text)
+    systemd = Systemd(monkeypatch)
+    done, left = keep(monkeypatch)
+    assert (done, left) == ([f"start_service {name}"], {"settings_unreadable"})
+    assert systemd.started == [name]

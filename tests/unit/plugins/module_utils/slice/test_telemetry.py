@@ -244,9 +244,20 @@ def test_what_only_drift_detection_repairs_is_named(host: Path, script: Script) 
     _host.write(record, "{")
     assert differs() == []
     assert json.loads(_host.read(_telemetry.SNAPSHOT) or "")["problems"] == ["baseline"]
-    # A host whose network was never set up has no baseline.
-    network.clear()
+    _host.remove(record)
+    full.clear()
+    active[:] = ["gpuaas-slice-network-baseline.service"]
+    _host.write(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(network))
     assert differs() == []
+    # A guardian without its settings restores nothing, and is not noticed by itself.
+    _host.write(_boot_units.FABRIC.path, "x")
+    assert differs() == ["guardian_stopped", "network_file"]
+    active.append(_boot_units.FABRIC.service)
+    assert differs() == ["network_file"]
+    _host.write(_boot_units.FABRIC.settings_path, "{}")
+    assert differs() == []
+    network.clear()
+    assert differs() == ["network_file"]
 
 
 @pytest.fixture
