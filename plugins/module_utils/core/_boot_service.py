@@ -238,7 +238,7 @@ def boot(
 
 def watch(
     settings_path: str,
-    restore: Callable[[dict[str, Any], int], Iterable[list[str]]],
+    restore: Callable[[dict[str, Any], int], Iterable[str]],
     *,
     trouble: str,
     required: bool = False,
@@ -248,18 +248,17 @@ def watch(
     """Body of a guardian after its boot: restore what differs, for ever, with pauses of period_s
     seconds, or longer where a round takes its time.
 
-    restore: gets the settings and the number of the round, and gives the steps of each part once it
-    is done. trouble: what a failure means, for the journal. required: whether a round needs the
-    settings. Otherwise it gets {} for lost ones.
+    restore: gets the settings and the number of the round, and gives each step once it is done.
+    trouble: what a failure means, for the journal. required: whether a round needs the settings.
+    Otherwise it gets {} for lost ones.
     """
     silent, turn = "", 0
     while True:
         began = time.monotonic()
         try:
-            for done in restore(_settings_of(settings_path, required=required), turn):
-                if done:
-                    log(f"restored: {', '.join(done)}")
-                    _repairs.note(done)
+            for step in restore(_settings_of(settings_path, required=required), turn):
+                log(f"restored: {step}")
+                _repairs.note([step])
             silent = ""
         except (Refusal, OSError, ValueError, KeyError) as broken:
             # The same problem is logged once.

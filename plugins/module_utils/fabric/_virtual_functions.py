@@ -294,14 +294,13 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     """Body of the boot service after the boot: restore the guards for ever."""
     cards: list[str] = []
 
-    def restore(settings: Params, turn: int) -> Iterator[list[str]]:
+    def restore(settings: Params, turn: int) -> Iterator[str]:
         nonlocal cards
         # A scan of all devices costs many times as much as a read of the known cards.
         if turn % _SELDOM == 0:
             cards = [card.address for card in observe(settings).cards]
         with _function_guards.exclusive():
-            restored = _restore_guards(settings, filter(_pci.present, cards))
-        yield restored
+            yield from _restore_guards(settings, filter(_pci.present, cards))
 
     return _boot_service.watch(
         settings_path,
@@ -313,21 +312,19 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     )
 
 
-def restore_guards(settings: Params) -> list[str]:
-    """Restore the guards of all functions once; returns what was restored."""
+def restore_guards(settings: Params) -> Iterator[str]:
+    """Restore the guards of all functions once; gives each once those of its card are restored."""
     cards = [card.address for card in observe(settings).cards]
     with _function_guards.exclusive(wait_s=LOOK_S):
-        return _restore_guards(settings, cards)
+        yield from _restore_guards(settings, cards)
 
 
-def _restore_guards(settings: Params, cards: Iterable[str]) -> list[str]:
-    restored = []
+def _restore_guards(settings: Params, cards: Iterable[str]) -> Iterator[str]:
     for card in map(card_at, cards):
         wrong = card.unguarded(idle_vlan(settings))
         if wrong:
             guard_functions(card, idle_vlan(settings))
-            restored += [f"{refusal.expected}, was {refusal.found}" for refusal in wrong]
-    return restored
+            yield from (f"{refusal.expected}, was {refusal.found}" for refusal in wrong)
 
 
 def idle_vlan(settings: Params) -> int:

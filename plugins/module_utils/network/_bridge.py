@@ -229,14 +229,14 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     slices in each round.
     """
 
-    def rounds(settings: Params, turn: int) -> Iterator[list[str]]:
+    def rounds(settings: Params, turn: int) -> Iterator[str]:
         seldom = turn % _guards.SELDOM == _guards.SELDOM - 1
         if seldom:
             # First, because without it the guards cannot be compared.
-            yield _start_switch()
-        yield _guards.restore(settings, with_firewall=turn % _guards.SELDOM == 0)
+            yield from _start_switch()
+        yield from _guards.restoring(settings, with_firewall=turn % _guards.SELDOM == 0)
         if seldom:
-            yield restore(settings)
+            yield from restore(settings)
 
     # The bridge fails closed until the switch answers.
     return _boot_service.watch(
@@ -249,35 +249,33 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     )
 
 
-def restore(params: Params) -> list[str]:
+def restore(params: Params) -> Iterator[str]:
     """Bring back what carries the guests' traffic: bridge, address, forwarding, NAT, filter, DHCP.
 
-    Returns the steps that were needed.
+    Gives each step that was needed once it is done.
     """
-    done = restore_live(params)
+    yield from restore_live(params)
     if _is_down(DHCP):
         try:
             with _baseline_files.dhcp_lock(wait_s=1):
                 if _is_down(DHCP):
                     # Not waited for, because at boot dnsmasq waits for this service.
                     _command.run(["systemctl", "--no-block", "start", DHCP])
-                    done.append(f"start {DHCP}")
+                    yield f"start {DHCP}"
         except Refusal as refusal:
             # A run that stops dnsmasq starts it again.
             if refusal.code != "lock_held":
                 raise
-    return done
 
 
-def _start_switch() -> list[str]:
+def _start_switch() -> Iterator[str]:
     """Start Open vSwitch if it was stopped. The bridge fails closed, so no frame of a guest passes
     before the guards are loaded.
     """
-    if not _is_down(SWITCH):
-        return []
-    # Not waited for, because a start may take longer than systemd waits for a sign of this service.
-    _command.run(["systemctl", "--no-block", "start", SWITCH])
-    return [f"start {SWITCH}"]
+    if _is_down(SWITCH):
+        # Not waited for, because a start may take longer than systemd waits for a sign of this.
+        _command.run(["systemctl", "--no-block", "start", SWITCH])
+        yield f"start {SWITCH}"
 
 
 def _is_down(name: str) -> bool:
@@ -285,14 +283,14 @@ def _is_down(name: str) -> bool:
     return service.enabled and not service.active
 
 
-def restore_live(params: Params) -> list[str]:
+def restore_live(params: Params) -> Iterator[str]:
     planned = plan(params, observe(params))
     for blocker in planned.blockers:
         raise blocker
-    steps = [step for step in planned.steps if not step.soft]
-    for step in steps:
-        apply(params, step)
-    return [f"{step.name} {step.subject}" for step in steps]
+    for step in planned.steps:
+        if not step.soft:
+            apply(params, step)
+            yield f"{step.name} {step.subject}"
 
 
 def link_there() -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -390,13 +390,15 @@ def lacking(bridge: str) -> list[Refusal]:
 
 def restore(params: Params, *, with_firewall: bool) -> list[str]:
     """Bring the isolation back; returns the steps that were needed."""
+    return list(restoring(params, with_firewall=with_firewall))
+
+
+def restoring(params: Params, *, with_firewall: bool) -> Iterator[str]:
+    """As `restore`, and gives each step once it is done, because a later one may fail."""
     state = observe(params, with_firewall=with_firewall)
-    if state is None:
-        return []
-    steps = plan(params, state)
-    for step in steps:
+    for step in plan(params, state) if state else ():
         apply(params, step)
-    return [f"{step.name} {step.subject}" for step in steps]
+        yield f"{step.name} {step.subject}"
 
 
 def _with_probe(params: Params) -> dict[str, _flows.Guard]:

@@ -135,18 +135,22 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
     done: list[str] = []
     refusals = []
     for repair in repairs:
+        steps: list[str] = []
         try:
-            repair(done)
+            repair(steps)
         except Refusal as refusal:
             refusals.append(refusal)
         except (OSError, ValueError) as broken:
             refusals.append(_unforeseen(broken))
-    _repairs.note(done)
+        # Not after all of them, because the run may end before.
+        _repairs.note(steps)
+        done += steps
     return done, refusals
 
 
 def _restore_guards(done: list[str]) -> None:
-    done += _virtual_functions.restore_guards(_virtual_functions.recorded())
+    for step in _virtual_functions.restore_guards(_virtual_functions.recorded()):
+        done.append(step)
 
 
 def _restore_limits(options: Params, done: list[str]) -> None:

@@ -79,7 +79,7 @@ class Collector:
         self._channels: dict[str, _guest_values.Channel] = {}
         self._limited: set[str] = set()
 
-    def round(self, settings: Mapping[str, Any], turn: int) -> Iterable[list[str]]:
+    def round(self, settings: Mapping[str, Any], turn: int) -> Iterable[str]:
         """One round of the service. It restores nothing, so it has no steps."""
         for channel in self._channels.values():
             channel.read()

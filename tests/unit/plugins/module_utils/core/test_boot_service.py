@@ -496,7 +496,7 @@ def test_a_guardian_leaves_a_slow_machine_to_others(
     now, pauses = [0.0], []
     monkeypatch.setattr(_boot_service.time, "monotonic", lambda: now[0])
 
-    def restore(_settings: dict[str, Any], _turn: int) -> list[list[str]]:
+    def restore(_settings: dict[str, Any], _turn: int) -> list[str]:
         now[0] += took_s
         return []
 

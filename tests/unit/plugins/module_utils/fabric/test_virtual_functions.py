@@ -425,7 +425,7 @@ def test_lost_settings_move_no_function(
     # Neither does a restart of the service, nor a comparison.
     assert _virtual_functions.boot(_virtual_functions.SETTINGS) == 1
     with pytest.raises(Refusal, match="settings_unreadable"):
-        _virtual_functions.restore_guards(_virtual_functions.recorded())
+        list(_virtual_functions.restore_guards(_virtual_functions.recorded()))
     assert guards() == [guarded(3000), guarded(3001)]
 
 

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
     _host,
     _object_names,
+    _repairs,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
@@ -537,8 +538,10 @@ def test_the_watch_loads_the_firewall_again_within_five_rounds(
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
     boot(monkeypatch, network.switch.tables.clear, *[lambda: None] * 4)
     assert _firewall.installed()
-    restored = "load_firewall firewall of the guests, limit_connections connections of the guests"
-    assert capsys.readouterr().out.endswith(f"\nrestored: {restored}\n")
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "restored: load_firewall firewall of the guests",
+        "restored: limit_connections connections of the guests",
+    ]
 
 
 def test_the_watch_brings_back_the_way_out_within_five_rounds(
@@ -558,9 +561,32 @@ def test_the_watch_brings_back_the_way_out_within_five_rounds(
     assert network.addresses == {"ovsbr0": ["10.100.0.1/24"]}
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
-        "restored: address_interface ovsbr0, forward_ipv4 net.ipv4.ip_forward, add_nat nat rule, "
-        "start dnsmasq.service"
+        "restored: address_interface ovsbr0",
+        "restored: forward_ipv4 net.ipv4.ip_forward",
+        "restored: add_nat nat rule",
+        "restored: start dnsmasq.service",
     ]
+
+
+def test_what_was_restored_before_a_step_failed_is_said(
+    network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bridge was open, and the next round finds nothing of it."""
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+    real = network.switch.answer
+
+    def open_bridge() -> None:
+        network.run(OPEN)
+        dead(network, "ovs-ofctl", "add-flows")
+
+    def regain() -> None:
+        network.switch.answer = real  # type: ignore[method-assign]
+
+    boot(monkeypatch, open_bridge, regain)
+    _done, first, trouble, *_flows_again = capsys.readouterr().out.splitlines()
+    assert first == "restored: secure_bridge ovsbr0 fail mode"
+    assert "Connection refused" in trouble
+    assert _repairs.read()[0]["step"] == "secure_bridge ovsbr0 fail mode"
 
 
 @pytest.mark.parametrize("text", [None, "null", "[]", "{"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _free_space,
     _host,
     _host_mode,
+    _repairs,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _virtual_functions
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _upkeep
 
@@ -90,3 +93,33 @@ def test_a_guardian_without_settings_is_named_and_not_started(
     done, left = keep(monkeypatch)
     assert (done, left) == ([f"start_service {name}"], {"settings_unreadable"})
     assert systemd.started == [name]
+
+
+def test_what_was_repaired_is_said_also_if_the_run_ends(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over in the second repair."""
+    names = install(_boot_units.NETWORK, _boot_units.FABRIC)
+    systemd = Systemd(monkeypatch)
+
+    def run(argv: list[str], **options: Any) -> _command.Result:
+        if argv == ["systemctl", "restart", names[1]]:
+            raise KeyboardInterrupt
+        return systemd.run(argv, **options)
+
+    monkeypatch.setattr(_command, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        keep(monkeypatch)
+    assert [row["step"] for row in _repairs.read()] == [f"start_service {names[0]}"]
+
+
+def test_the_guards_of_a_card_are_said_also_if_the_next_card_fails(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restoring(_settings: object) -> Iterator[str]:
+        yield "a guard"
+        raise Refusal("command_failed", expected="a", found="no such device", remedy="c")
+
+    monkeypatch.setattr(_virtual_functions, "recorded", dict)
+    monkeypatch.setattr(_virtual_functions, "restore_guards", restoring)
+    assert keep(monkeypatch, "fabric_functions") == (["a guard"], {"command_failed"})
