@@ -220,8 +220,8 @@ def forgetful_gpus() -> Iterator[None]:
 def _set_dma_mask(mask: int) -> None:
     qemu = Path(state.running().qmp)
     for index in range(len(topology.GPU_NODES)):
-        path = f"/machine/peripheral/gpu{index}"
-        qmp.execute(qemu, "qom-set", path=path, property="dma_mask", value=mask)
+        place = {"path": f"/machine/peripheral/gpu{index}", "property": "dma_mask"}
+        qmp.execute(qemu, "qom-set", {**place, "value": mask})
 
 
 def reset_disks() -> None:

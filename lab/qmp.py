@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lab.command import LabError
 
 
-def execute(path: Path, command: str, *, timeout: float = 10, **arguments: Any) -> dict[str, Any]:
+def execute(
+    path: Path, command: str, arguments: Mapping[str, Any] | None = None, *, timeout: float = 10
+) -> dict[str, Any]:
     """Send a command and return its answer; `quit` may end without an answer."""
     asked = {"execute": command, **({"arguments": arguments} if arguments else {})}
     try:
