@@ -20,6 +20,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
     _slice_fabric,
     _virtual_functions,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _upkeep
 
 from tests.unit.plugins.module_utils.fabric.test_virtual_functions import (
@@ -184,7 +185,9 @@ def test_drift_restores_a_guard_and_makes_no_function(
     monkeypatch.setattr(_upkeep, "CHECKS", checks)
     _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     fabric = {"pf_ids": ["8086:10c9"], "link": "ethernet", "vlans": [3000, 3099]}
-    params = {"profile": {"network": {}, "vm": {}, "fabric": fabric}, "slots": []}
+    network = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
+    _host.write(_baseline_files.SETTINGS, json.dumps(_baseline_files.settings(network)))
+    params = {"profile": {"network": network, "vm": {}, "fabric": fabric}, "slots": []}
     run()
     assert _upkeep.keep(params, check_mode=False) == ([], [])
     card.identities[0].update({"vlan_list": [{}], "trust": True})

@@ -248,7 +248,7 @@ def test_an_upgrade_of_nft_under_the_guardian_reloads_nothing_for_ever(
     steps = [step.split()[0] for step in _guards.restore(settings, with_firewall=True)]
     assert steps == ["guard_port", "load_firewall", "limit_connections"]
     assert _guards.restore(settings, with_firewall=True) == []
-    assert _bridge.restore_live(settings) == []
+    assert list(_bridge.restore_live(settings)) == []
 
 
 def test_a_switch_that_cannot_track_connections_is_refused(network: Network) -> None:
