@@ -324,7 +324,8 @@ def explain(
 def allocation_id(project: str, name: str) -> str:
     """The id of the project's allocation with this id, or of its machine with this host name.
 
-    Problem `allocation_not_found`, or `allocation_ambiguous` if several machines have the name.
+    Problem `allocation_not_found`, `allocation_ambiguous` if several machines have the name, or
+    `http_error` if the service's answer has no id.
     """
     if _ID.fullmatch(name):
         return name
@@ -333,6 +334,9 @@ def allocation_id(project: str, name: str) -> str:
     rows = (row for state in LIVE_ALLOCATIONS for row in client().items(path, state=state))
     ids = list({str(row["id"]): None for row in rows if row["hostname"] == name})
     if len(ids) == 1:
+        if not _ID.fullmatch(ids[0]):
+            # It becomes a word of ssh's command line, and ssh would take it for an option.
+            raise taken_over("an id for the allocation", ids[0])
         return ids[0]
     raise Problem(
         "allocation_ambiguous" if ids else "allocation_not_found",
@@ -340,6 +344,16 @@ def allocation_id(project: str, name: str) -> str:
         expected="the id of an allocation, or a host name that a single machine of the project has",
         found=f"{name!r}, the name of {', '.join(ids)}" if ids else f"{name!r}",
         remedy="see `gpuaas allocations`",
+    )
+
+
+def taken_over(expected: str, found: object) -> Problem:
+    """Problem `http_error` for an answer that must not become words or settings of a program."""
+    return Problem(
+        "http_error",
+        expected=expected,
+        found=repr(found)[:100],
+        remedy="ask the operators: the service, or a proxy before it, may be taken over",
     )
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from reconciler.client import Client
 from reconciler.db.engine import transaction
 from reconciler.db.schema import allocations
 from reconciler.trust import keygen
@@ -67,6 +70,38 @@ def test_no_answer_adds_a_setting(mine: str, gpuaas: Gpuaas, selling: Stack, nam
         conn.execute(sa.update(allocations).values(connection=document))
     assert gpuaas("ssh-config", mine, *AT) == ""
     assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "http_error")
+
+
+@pytest.mark.parametrize("other", ["-oProxyCommand=touch${IFS}ran", "1" * 36])
+@pytest.mark.parametrize("command", ["ssh", "ssh-terminal", "ssh-config"])
+def test_no_answer_is_a_word_of_ssh(
+    mine: str,
+    gpuaas: Gpuaas,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    other: str,
+) -> None:
+    """Neither the id in a list, for a host name, nor that of another allocation."""
+    program = tmp_path / "ssh"
+    program.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "execvp", lambda _file, line: subprocess.run(line, check=False))
+    items, get = Client.items, Client.get
+
+    def rows(api: Client, path: str, **query: Any) -> Iterator[Any]:
+        lie = {"id": other} if path.endswith("/allocations") else {}
+        return (row | lie for row in items(api, path, **query))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "items", rows)
+        gpuaas(command, "slice-1", *AT)
+    assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "http_error")
+    monkeypatch.setattr(Client, "get", lambda *words, **query: get(*words, **query) | {"id": other})
+    gpuaas(command, mine, *AT)
+    assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "http_error")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
