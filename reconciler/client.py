@@ -18,6 +18,7 @@ from reconciler.model.errors import Problem
 from reconciler.wait_timeout import WaitTimeout
 
 API = "/api/v1"
+_EVENTS = "text/event-stream"
 _OPERATORS = ("/control/", "/health", "/leases", "/metrics", "/pools", "/status/")
 ENDED = frozenset({"succeeded", "failed", "canceled", "lost"})
 _TIMEOUT_S = 60.0
@@ -102,28 +103,40 @@ class Client:
         return self._send("DELETE", path)
 
     def events(self, path: str, *, after: str = "") -> Iterator[Event]:
-        """The server-sent events of a path, until the service ends the stream.
+        """The server-sent events of a path, up to its event `end`.
 
-        A broken connection is opened again after the last event; `reconciler_unreachable` when
-        that fails repeatedly.
+        A connection that is lost, or closed before `end`, is opened again after the last event. The
+        last failure is raised when that fails repeatedly.
         """
         failures = 0
         while True:
-            headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
+            headers = {"Accept": _EVENTS} | ({"Last-Event-ID": after} if after else {})
             try:
                 with self._http.stream("GET", _address(path), headers=headers) as response:
-                    if not response.is_success:
+                    if response.status_code == HTTPStatus.NO_CONTENT:
+                        return
+                    kind = response.headers.get("Content-Type", "")
+                    if not (response.is_success and kind.startswith(_EVENTS)):
                         response.read()
                         raise _refusal(response)
+                    self._reached = True
                     for event in _parse_events(response.iter_lines()):
                         after, failures = event.place, 0
                         yield event
-                    return
+                        if event.name == "end":
+                            return
+                    # The token may have ended meanwhile. The next request is then refused.
+                    raise httpx.RemoteProtocolError("the stream ended before its last event")
             except httpx.TransportError as lost:
-                failures += 1
-                if failures > _RECONNECTS:
-                    raise self._unreachable(lost) from lost
-                time.sleep(min(0.5 * failures, 5))
+                problem = self._unreachable(lost)
+            except Problem as refusal:
+                if not (self._reached and _is_away(refusal)):
+                    raise
+                problem = refusal
+            failures += 1
+            if failures > _RECONNECTS:
+                raise problem
+            time.sleep(min(0.5 * failures, 5))
 
     def wait(
         self,
@@ -191,20 +204,18 @@ class Client:
                     raise self._unreachable(lost, unknown=unknown) from lost
             else:
                 self._reached = True
-                code = "" if response.is_success else _refusal(response).code
+                if response.is_success:
+                    return response
+                # What leads elsewhere was not done either.
+                refusal = _refusal(response)
                 # The first request may still be worked on.
-                under_way = cut_off and code == "idempotency_in_flight"
-                # A proxy answers for a service that restarts.
-                away = again and response.status_code in _AWAY and code == "http_error"
-                if not (under_way or (away and time.monotonic() < ends)):
-                    break
+                under_way = cut_off and refusal.code == "idempotency_in_flight"
+                away = again and _is_away(refusal) and time.monotonic() < ends
+                if not (under_way or away):
+                    raise refusal
             cut_off += 1
             ends = min(ends, time.monotonic() + _REPEAT_S)
             time.sleep(min(0.5 * cut_off, 5))
-        # What leads elsewhere was not done either.
-        if not response.is_success:
-            raise _refusal(response)
-        return response
 
     def _strange(self, path: str) -> Problem:
         return Problem(
@@ -288,6 +299,11 @@ def _refusal(response: httpx.Response) -> Problem:
         found=f"status {response.status_code}, {kind}: {text}",
         remedy=_NO_PROXY,
     )
+
+
+def _is_away(refusal: Problem) -> bool:
+    """Whether a proxy has answered for a service that restarts."""
+    return refusal.code == "http_error" and refusal.status in _AWAY
 
 
 def _parse_events(lines: Iterator[str]) -> Iterator[Event]:

@@ -18,6 +18,7 @@ from reconciler.client import Client, Event
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
+from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskState
 from reconciler.records import queue, tokens
 from reconciler.runs.paths import RunPaths
@@ -134,6 +135,24 @@ def test_a_stream_ends_with_its_token(
         assert "state" not in "".join(lines)
     again = httpx.get(path, headers=bearer(secret), timeout=60, trust_env=False)
     assert again.status_code == 401
+
+
+@pytest.mark.covers("CTRL-1")
+def test_a_reader_whose_token_has_ended_is_refused(
+    prepared: Stack, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script would take the end of the stream for the success of its task."""
+    monkeypatch.setattr(tasks, "_CHECK_S", 0.05)
+    task = running(prepared)
+    reader = Client(service, prepared.secrets["admin"])
+    stream = reader.events(f"/admin/tasks/{task.id}/events")
+    assert step(next(stream)) == "queued"
+    with transaction(prepared.engine) as conn:
+        conn.execute(sa.update(tables.api_tokens).values(revoked_at=time.time()))
+    with pytest.raises(Problem) as caught:
+        list(stream)
+    assert caught.value.status == 401
+    reader.close()
 
 
 def bearer(secret: str) -> dict[str, str]:

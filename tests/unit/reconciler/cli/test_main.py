@@ -229,6 +229,37 @@ def test_a_wait_survives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatc
     api.close()
 
 
+def test_a_stream_survives_a_restart_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the event `end` ends it: a proxy may close the connection of a service that stops."""
+    answers: list[httpx.Response] = []
+    monkeypatch.setattr("reconciler.client.time.sleep", lambda _seconds: None)
+    api = Client("https://gpuaas.example", "token")
+    api.close()
+    transport = httpx.MockTransport(lambda _request: answers.pop(0))
+    api._http = httpx.Client(transport=transport, base_url="https://gpuaas.example")
+
+    def part(*names: str) -> httpx.Response:
+        text = "".join(f"event: {name}\nid: 1.1\ndata: {{}}\n\n" for name in names)
+        return httpx.Response(200, text=text, headers={"Content-Type": "text/event-stream"})
+
+    def read() -> list[str]:
+        return [event.name for event in api.events("/admin/tasks/x/events")]
+
+    away = httpx.Response(502, text="Bad Gateway")
+    answers += [away]
+    with pytest.raises(Problem, match="http_error"):
+        read()
+    answers += [part("state"), away, part(), part("progress", "end")]
+    assert (read(), answers) == (["state", "progress", "end"], [])
+    answers += [part("state"), *[away] * 16]
+    with pytest.raises(Problem, match="status 502"):
+        read()
+    answers[:] = [part("state"), httpx.Response(200, text="<h1>Log in</h1>")]
+    with pytest.raises(Problem, match="http_error"):
+        read()
+    api.close()
+
+
 def test_a_proxy_of_the_environment_does_not_get_a_token_to_this_machine(
     tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
