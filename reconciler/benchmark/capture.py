@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -33,6 +34,7 @@ _SSH_FAILED = 255
 _LINE_BYTES = 500
 _LINES = 20
 _REFUSAL = ("code", "expected", "found", "remedy")
+_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def capture(target: Target, request: Request, on_progress: Callable[[str], None]) -> dict[str, Any]:
@@ -56,7 +58,8 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
     if code == 3 and isinstance(output.get("refusal"), dict):
         texts = {name: str(output["refusal"].get(name, ""))[:2000] for name in _REFUSAL}
         raise Problem(
-            texts["code"][:100] or "refused",
+            # A guest chooses the text.
+            texts["code"] if _CODE.fullmatch(texts["code"]) else "refused",
             expected=texts["expected"],
             found=texts["found"],
             remedy=texts["remedy"],

@@ -26,7 +26,7 @@ def rows(records: Iterable[Record], *columns: str) -> None:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column.rpartition(".")[2], overflow="fold")
+        table.add_column(plain(column.rpartition(".")[2]), overflow="fold")
     for row in records:
         table.add_row(*(plain(_at(row, column)) for column in columns))
     _out().print(table)
@@ -64,7 +64,7 @@ def record(item: Record) -> None:
     table.add_column(overflow="fold")
     for name, value in item.items():
         if value not in (None, "", [], {}):
-            table.add_row(name, plain(value))
+            table.add_row(plain(name), plain(value))
     _out().print(table)
 
 
@@ -108,7 +108,7 @@ def failure(problem: Problem, *, as_json: bool) -> None:
         sys.stderr.write(json.dumps(problem.document(), indent=1) + "\n")
         return
     console = Console(stderr=True, highlight=False)
-    console.print(Text(f"error: {problem.code}", style="bold red"))
+    console.print(plain(f"error: {problem.code}"), style="bold red")
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in (
         ("expected", problem.expected),

@@ -169,6 +169,7 @@ def test_a_host_that_does_not_answer() -> None:
         ("echo '{\"schema\": 1}'", "capture_invalid"),
         ("yes '['", "capture_invalid"),
         ('echo \'{"refusal": {"code": "vcpus_differ"}}\'; exit 3', "vcpus_differ"),
+        ('echo \'{"refusal": {"code": "[2J written"}}\'; exit 3', "^refused:"),
     ],
 )
 def test_invalid_answers_are_refused(tool: Tool, answer: str, code: str) -> None:

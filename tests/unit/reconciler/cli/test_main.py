@@ -17,9 +17,10 @@ import httpx
 import pytest
 
 import lab.cli
+from reconciler.cli import output
 from reconciler.cli.main import hoist
 from reconciler.cli.output import clean
-from reconciler.cli.session import DEFAULT_API, Session
+from reconciler.cli.session import DEFAULT_API, Session, begin
 from reconciler.client import Client
 from reconciler.model.errors import Problem
 from tests.standin.bmc import authority
@@ -304,6 +305,20 @@ def test_hosts_cannot_write_to_the_terminal() -> None:
     assert clean("a\x1b[2Jb\r\x07\nc") == "a\N{REPLACEMENT CHARACTER}[2Jb" + (
         "\N{REPLACEMENT CHARACTER}" * 2 + "\nc"
     )
+
+
+def test_nor_can_names_and_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A guest names the fields of its telemetry; a service names the code of its refusal."""
+    begin(Session())
+    name = "\x1b[2J[bold]a[/b]"
+    output.record({name: 1})
+    output.rows([{name: 1}], name)
+    problem = Problem(name, expected=name, found=name, remedy=name)
+    output.failure(problem, as_json=False)
+    shown, errors = capsys.readouterr()
+    for text, times in ((shown, 2), (errors, 4)):
+        assert "\x1b" not in text
+        assert text.count("[2J[bold]a[/b]") == times
 
 
 def test_lab_is_handed_on(monkeypatch: pytest.MonkeyPatch, gpuaas: Gpuaas) -> None:
