@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
@@ -36,6 +37,8 @@ PROBES: dict[str, tuple[Callable[[Request], float], Measure]] = {
 }
 # A process that waits for a dead device may never die. The capture continues without it.
 _GRACE_S = 5.0
+# Standard output, where the capture goes.
+_OUTPUT = 1
 
 
 def longest_s(request: Request) -> float:
@@ -109,7 +112,10 @@ def _now() -> str:
 
 
 def within(seconds: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The document of `work()` with its status, or {"status", "reason"} without figures."""
+    """The document of `work()` with its status, or {"status", "reason"} without figures.
+
+    Exits when nothing reads the capture any more.
+    """
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_run_probe, args=(sender, work))
@@ -117,8 +123,15 @@ def within(seconds: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]
     sender.close()
     outcome: dict[str, Any] | None = None
     died = False
+    waiting = select.poll()
+    waiting.register(receiver, select.POLLIN)
+    # Without a terminal sshd sends no signal when the person who captures has left.
+    waiting.register(_OUTPUT, 0)
     try:
-        if receiver.poll(seconds):
+        ready = dict(waiting.poll(seconds * 1000))
+        if _OUTPUT in ready:
+            sys.exit(1)
+        if ready:
             outcome = receiver.recv()
     except EOFError:
         died = True

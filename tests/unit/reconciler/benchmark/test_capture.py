@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -202,15 +203,25 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def test_a_capture_that_is_called_off_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["signal", "pipe", "socket"])
+def test_a_capture_that_is_called_off_leaves_no_process(tmp_path: Path, way: str) -> None:
+    """sshd closes the output of its commands, a pipe or a socket, and sends them no signal."""
     file = tmp_path / "program"
     file.write_text(program(dataclasses.replace(TINY, cpu_steps=10**9)))
+    if way == "socket":
+        ours, theirs = (end.detach() for end in socket.socketpair())
+    else:
+        ours, theirs = os.pipe()
     with (
         file.open() as text,
         subprocess.Popen(
-            [sys.executable, "-I", "-B", "-"], stdin=text, stderr=subprocess.DEVNULL
+            [sys.executable, "-I", "-B", "-"],
+            stdin=text,
+            stdout=theirs,
+            stderr=subprocess.DEVNULL,
         ) as process,
     ):
+        os.close(theirs)
 
         def probes() -> list[int]:
             """A probe and its workers, when all are there."""
@@ -219,8 +230,13 @@ def test_a_capture_that_is_called_off_leaves_no_process(tmp_path: Path) -> None:
             return tree if len(tree) == 1 + len(os.sched_getaffinity(0)) else []
 
         tree = until(probes)
-        process.terminate()
+        if way == "signal":
+            process.terminate()
+        else:
+            os.close(ours)
         assert process.wait(timeout=60) == 1
+    if way == "signal":
+        os.close(ours)
     # Their new parent reaps them.
     until(lambda: not any(_alive(pid) for pid in tree))
 
