@@ -14,7 +14,8 @@ Record = dict[str, Any]
 
 # Differences below this are ignored, with any spread.
 SAME_PERCENT = 1.0
-# Overlapping samples with a larger spread do not prove that there is no difference.
+# Overlapping samples with a larger spread do not prove that there is no difference. A smaller
+# difference of a single sample, as of vLLM, does not prove one.
 NOISY_PERCENT = 10.0
 
 # Loss of the prototype from bare metal to a slice VM with a GPU, in percent.
@@ -38,7 +39,7 @@ def compare(captures: Sequence[Capture]) -> Record:
     A row: {"metric", "unit", "better", "reference_percent", "cells"}. A cell per capture: {"value",
     "delta_percent", "direction", "note"}. value is None without a measurement, and delta_percent is
     None without a comparable measurement. direction: `baseline`, `better`, `worse`, `same`,
-    `unclear` (samples too noisy), `incomparable` or `missing`.
+    `unclear` (samples too noisy or too few), `incomparable` or `missing`.
     """
     baseline = captures[0]
     # Probe and metric by the metric's name, for each capture.
@@ -112,6 +113,9 @@ def _cell(first: tuple[Record, Record] | None, pair: tuple[Record, Record]) -> R
         direction = "unclear" if noisy else "same"
     elif abs(delta) < SAME_PERCENT:
         direction = "same"
+    elif min(len(ours), len(theirs)) == 1 and abs(delta) < NOISY_PERCENT:
+        direction = "unclear"
+        remarks.append("a single sample shows no spread")
     else:
         direction = "better" if (delta > 0) == (metric["better"] == "higher") else "worse"
     return _as_cell(value, round(delta, 2), direction, *remarks)
