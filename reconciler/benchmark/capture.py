@@ -73,10 +73,12 @@ def capture(target: Target, request: Request, on_progress: Callable[[str], None]
             remedy="try `ssh` to it by hand; its host key must be in known_hosts",
         )
     checked = document.check(output, "the target's answer")
-    # Label, kind and tuning select the comparisons of a capture.
+    # Label, kind, tuning and number of CPUs select the comparisons of a capture.
     labels = {name: checked[name] for name in ("label", "kind", "tuning")}
     kind = checked["kind"] if request.kind == "auto" else request.kind
-    requested = {"label": request.label, "kind": kind, "tuning": request.tuning}
+    requested: dict[str, object] = {"label": request.label, "kind": kind, "tuning": request.tuning}
+    if request.vcpus:
+        labels["vcpus"], requested["vcpus"] = checked["vcpus"], request.vcpus
     if labels != requested or checked["harness"]["digest"] != digest():
         raise Problem(
             "capture_invalid",

@@ -181,11 +181,13 @@ def test_invalid_answers_are_refused(tool: Tool, answer: str, code: str) -> None
 
 def test_a_capture_must_match_its_request(tool: Tool, real: dict[str, Any], tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    for change in ({"kind": "vm"}, {"harness": {"digest": f"sha256:{'0' * 64}", "python": "3"}}):
+    request = dataclasses.replace(TINY, vcpus=real["vcpus"])
+    digest = {"digest": f"sha256:{'0' * 64}", "python": "3"}
+    for change in ({"kind": "vm"}, {"harness": digest}, {"vcpus": real["vcpus"] + 1}):
         other.write_text(json.dumps(real | change))
         tool("ssh", f"cat '{other}'")
         with pytest.raises(Problem, match="capture_invalid"):
-            capture(HOST, TINY, lambda _line: None)
+            capture(HOST, request, lambda _line: None)
 
 
 def test_time_runs_out(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
