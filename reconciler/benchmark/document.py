@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
     try:
         if len(text.encode()) > LIMIT_BYTES:
             raise ValueError(f"more than {LIMIT_BYTES} bytes")
-        parsed = json.loads(text, parse_constant=_refuse_constant)
+        parsed = json.loads(text, parse_constant=_finite, parse_float=_finite)
         if not isinstance(parsed, dict):
             raise TypeError(f"a {type(parsed).__name__}")
     except (ValueError, TypeError, RecursionError) as error:
@@ -67,8 +68,11 @@ def write(path: Path, text: str) -> None:
         raise _file_invalid(f"to be able to write {path}", error, "choose another file") from error
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a figure")
+def _finite(text: str) -> float:
+    # 1e999 becomes infinity, which is saved as a constant that is refused here.
+    if math.isfinite(number := float(text)):
+        return number
+    raise ValueError(f"{text[:50]} is not a figure")
 
 
 def _file_invalid(expected: str, error: Exception, remedy: str) -> Problem:
