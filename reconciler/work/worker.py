@@ -16,10 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, Engine, exc
 
 from reconciler import logs
+from reconciler.db import migrations
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import task_failures
@@ -140,6 +142,9 @@ class Worker:
                     looked = time.monotonic()
                 self._let_go()
                 self._lease()
+            except Problem as refusal:
+                # schema_outdated: the heartbeat ends this process.
+                log.error("no task is leased: %s", refusal)
             except Exception:
                 # A short outage of the database must not end the only leasing loop.
                 log.exception("looking for work failed; trying again")
@@ -186,7 +191,7 @@ class Worker:
         # hosts or guests may hang until the deadlines of their runs.
         places = [(free, None)] if others < 2 else [(free - 1, None), (1, others)]
         for limit, share in places:
-            lease = partial(leasing.lease, owner=self._owner, limit=limit, share=share)
+            lease = partial(_lease, owner=self._owner, limit=limit, share=share)
             lease = partial(lease, runner=self._runner, seconds=self._settings.task_lease_s)
             taken = retrying(self._engine, lease) if limit else []
             for task in taken:
@@ -219,6 +224,11 @@ class Worker:
             # Only after success: a failing task would otherwise be retried without a pause.
             if ended:
                 self._wake.set()
+
+
+def _lease(conn: Connection, **limits: Any) -> list[Task]:
+    migrations.refuse_newer(conn)
+    return leasing.lease(conn, **limits)
 
 
 def _is_away(failure: exc.DBAPIError) -> bool:
@@ -293,6 +303,9 @@ def _begin(
         _require_wanted(retrying(engine, partial(_beat, settings=settings, task=task)))
         launch(_site(engine, settings, spec.deadline_s), spec)
     except (Problem, RunError, *_CONTROLLER_ERRORS, *MISFITS) as error:
+        if isinstance(error, Problem) and error.code == "schema_outdated":
+            # A worker of the newer version attends the task once this lease has ended.
+            raise
         # A launcher can fail after its child began. The run then reports its own outcome.
         if collect.observe(directory).phase in NOT_BEGUN:
             _settle_without_run(engine, settings, task, error)
@@ -305,6 +318,7 @@ def prepare(
 ) -> RunSpec:
     """Resolve all variables and record that the run is about to start."""
     with transaction(engine) as conn:
+        migrations.refuse_newer(conn)
         work = open_work(conn, settings, task)
         _require_wanted(queue.get(conn, task.id))
         # Start no run on a host without a valid certificate. Its result could not be trusted, so

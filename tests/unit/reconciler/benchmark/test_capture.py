@@ -167,7 +167,7 @@ def test_a_host_that_does_not_answer() -> None:
         ("echo no python3 >&2; exit 127", "harness_failed"),
         ("echo '[]'", "capture_invalid"),
         ("echo '{\"schema\": NaN}'", "NaN is not a figure"),
-        ("echo '{\"schema\": 1, \"workload\": 1e999}'", "1e999 is not a figure"),
+        ('echo \'{"schema": 1, "workload": 1e999}\'', "1e999 is not a figure"),
         ("echo '{\"schema\": 1}'", "capture_invalid"),
         ("yes '['", "capture_invalid"),
         ('echo \'{"refusal": {"code": "vcpus_differ"}}\'; exit 3', "vcpus_differ"),

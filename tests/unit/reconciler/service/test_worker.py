@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import migrations
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
+from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.records import leasing, queue
 from reconciler.settings import Settings
@@ -89,6 +91,21 @@ def test_it_takes_the_next_task_as_soon_as_it_has_a_place(
         until(lambda: succeeded() == 3)
     finally:
         worker.stop()
+
+
+@pytest.mark.covers("CTRL-8")
+def test_a_worker_of_an_older_version_leases_nothing(
+    sold: Site, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until its heartbeat ends it."""
+    monkeypatch.setattr(module, "attend", lambda *_: None)
+    with transaction(sold.engine) as conn:
+        sold.allocate(conn)
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "revisions", lambda: ("0001",))
+        with pytest.raises(Problem, match="schema_outdated"):
+            worker._lease()
+    assert len(free(sold, worker)) == 1
 
 
 @pytest.mark.covers("CTRL-8", "I12")

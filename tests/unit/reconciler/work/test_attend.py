@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from reconciler.db import migrations
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
@@ -110,6 +111,21 @@ def test_a_run_begins_with_a_lease_only(
     with transaction(sold.engine) as conn:
         (task,) = queue.every(conn)
         assert (task.state, task.lease_owner) == ("running", "another worker")
+
+
+@pytest.mark.covers("CTRL-8")
+def test_no_run_begins_on_a_newer_schema(
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rules may not hold any more. A worker of the newer version attends the task."""
+    launched(sold)
+    monkeypatch.setattr(migrations, "revisions", lambda: ("0001",))
+    with pytest.raises(Problem, match="schema_outdated"):
+        attend()
+    assert runs.launched == []
+    with transaction(sold.engine) as conn:
+        (task,) = queue.every(conn)
+    assert (task.state, task.run_id) == ("running", "")
 
 
 NEW_BOOT = "11111111-2222-4333-8444-555555555555"
