@@ -173,8 +173,6 @@ class Client:
             headers = arguments.get("headers", {})
             arguments["headers"] = {**headers, "Content-Type": "application/json"}
         response = self._answer(method, path, **arguments)
-        if not response.content:
-            return {}
         try:
             document = response.json()
         except (ValueError, RecursionError):

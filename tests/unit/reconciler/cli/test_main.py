@@ -352,6 +352,7 @@ def test_what_is_no_token_is_named_and_not_shown(
     ("status", "text"),
     [
         (200, "<h1>Log\nin</h1>"),
+        (200, ""),
         (200, "null"),
         (200, "[]"),
         (200, "[" * 100_000),
