@@ -244,7 +244,8 @@ def show_allocation(
     document: dict[str, Any] = {}
     if not project:
         try:
-            document = client().get(f"/admin/allocations/{allocation}")
+            id = allocation_id("", allocation)
+            document = client().get(f"/admin/allocations/{id}")
         except Problem as problem:
             project = own_project(problem)
     if project:
@@ -324,12 +325,14 @@ def explain(
 def allocation_id(project: str, name: str) -> str:
     """The id of the project's allocation with this id, or of its machine with this host name.
 
+    Without a project, for admins: of all projects.
+
     Problem `allocation_not_found`, `allocation_ambiguous` if several machines have the name, or
     `http_error` if the service's answer has no id.
     """
     if _ID.fullmatch(name):
         return name
-    path = f"/projects/{project}/allocations"
+    path = f"/projects/{project}/allocations" if project else "/admin/allocations"
     # A launch that goes on between two of these requests is met twice, and not missed.
     rows = (row for state in LIVE_ALLOCATIONS for row in client().items(path, state=state))
     ids = list({str(row["id"]): None for row in rows if row["hostname"] == name})
@@ -341,7 +344,7 @@ def allocation_id(project: str, name: str) -> str:
     raise Problem(
         "allocation_ambiguous" if ids else "allocation_not_found",
         409 if ids else 404,
-        expected="the id of an allocation, or a host name that a single machine of the project has",
+        expected="the id of an allocation, or a host name that a single machine has",
         found=f"{name!r}, the name of {', '.join(ids)}" if ids else f"{name!r}",
         remedy="see `gpuaas allocations`",
     )

@@ -177,6 +177,10 @@ def test_a_machine_is_named_by_its_host_name(
 
     monkeypatch.setattr(client.Client, "items", go_on)
     assert name("slice") == second, "it became active between two requests"
+    run = gpuaas.at(selling)
+    assert json.loads(run("allocation", "show", "slice", "-o", "json"))["claims"], "for admins too"
+    run("allocation", "show", "slice-2")
+    assert (gpuaas.status, "allocation_not_found" in gpuaas.err) == (1, True)
 
 
 def test_a_wait_ends_when_nothing_comes_any_more(
