@@ -38,6 +38,18 @@ class Event:
     document: dict[str, Any]
 
 
+class _Answer(dict[str, Any]):
+    """An object of an answer. Problem `http_error` for a field that it lacks."""
+
+    def __missing__(self, name: str) -> Any:
+        raise Problem(
+            "http_error",
+            expected=f"an answer of the reconciler with `{name}`",
+            found=f"an object with {', '.join(self) or 'no field'}"[:300],
+            remedy=_NO_PROXY,
+        )
+
+
 class Client:
     """A session with the reconciler. Errors of the service are raised as `Problem`."""
 
@@ -174,7 +186,7 @@ class Client:
             arguments["headers"] = {**headers, "Content-Type": "application/json"}
         response = self._answer(method, path, **arguments)
         try:
-            document = response.json()
+            document = response.json(object_hook=_Answer)
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):

@@ -191,6 +191,24 @@ def test_a_list_of_another_form_is_no_traceback(
     assert (gpuaas.status, json.loads(gpuaas.err)["code"]) == (1, "http_error")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("tasks", "watch", "t"), ("nodes", "bootstrap", "n1"), ("start", "x", "--project", "p")],
+)
+def test_an_object_without_its_fields_is_no_traceback(
+    tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    page = {"items": [{"id": "p", "name": "p"}], "next": None}
+    transport = httpx.MockTransport(lambda _request: httpx.Response(200, json=page))
+    http = httpx.Client(base_url="http://api.example", transport=transport)
+    monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
+    (tmp_path / "token").write_text("x")
+    gpuaas(*words, "--token-file", str(tmp_path / "token"), "--output", "json")
+    document = json.loads(gpuaas.err)
+    assert (gpuaas.status, document["code"]) == (1, "http_error")
+    assert "an answer of the reconciler with `" in document["expected"]
+
+
 def test_a_wait_survives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that never answered is missed at once, and nothing but a GET is repeated."""
     answers: list[httpx.Response | Exception] = []
