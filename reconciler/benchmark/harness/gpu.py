@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from reconciler.benchmark.harness import probe
@@ -68,6 +69,7 @@ again:
 """
 
 _VLLM_PROMPTS, _VLLM_TOKENS, _VLLM_LIMIT_S = 200, 128, 840
+_CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _MODEL = re.compile(r"[A-Za-z0-9/][A-Za-z0-9._/-]{0,199}")
 _THROUGHPUT = re.compile(r"^Throughput: .*?([\d.]+) output tokens/s", re.MULTILINE)
 
@@ -160,7 +162,11 @@ def measure_vllm(request: Request) -> dict[str, Any]:
     argv = [tool, "bench", "throughput", "--model", model]
     argv += ["--input-len", str(_VLLM_TOKENS), "--output-len", str(_VLLM_TOKENS)]
     argv += ["--num-prompts", str(_VLLM_PROMPTS)]
-    rate = parse_vllm(probe.run_tool(argv, timeout=_VLLM_LIMIT_S, extra=offline))
+    with tempfile.TemporaryDirectory() as folder:
+        # Not below the user's home, where they would stay.
+        caches = dict.fromkeys(_CACHES, folder)
+        output = probe.run_tool(argv, timeout=_VLLM_LIMIT_S, extra={**offline, **caches})
+    rate = parse_vllm(output)
     return {
         "tool": {"name": "vllm", "version": probe.tool_version(tool)},
         "subject": model,

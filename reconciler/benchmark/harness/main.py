@@ -166,6 +166,8 @@ def _run_probe(sender: Connection, work: Callable[[], dict[str, Any]]) -> None:
         signal.signal(number, signal.SIG_DFL)
     # Standard output is for the capture only, and libraries may print.
     os.dup2(2, 1)
+    # CUDA would keep compiled kernels below the user's home.
+    os.environ["CUDA_CACHE_DISABLE"] = "1"
     try:
         outcome = {"status": "ok", "reason": None, **work()}
     except Reason as reason:

@@ -27,6 +27,11 @@ def test_the_document_of_a_probe() -> None:
     assert len(big["metrics"][0]) == 300_000, "more than a pipe holds"
 
 
+def test_cuda_keeps_no_kernels_in_a_home() -> None:
+    outcome = within(10, lambda: {"subject": os.environ.get("CUDA_CACHE_DISABLE")})
+    assert outcome["subject"] == "1"
+
+
 def test_a_probe_that_hangs_is_ended_with_its_tools(tmp_path: Path) -> None:
     file = tmp_path / "pid"
 

@@ -208,16 +208,22 @@ def test_errors_of_tools(tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyP
         probe.run_tool([probe.find_tool("slow", "none")], timeout=0.1)
 
 
-def test_vllm(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm(tool: Tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
     with monkeypatch.context() as bare, pytest.raises(Reason, match="tool_missing"):
         bare.setattr(probe, "_path", str)
         gpu.measure_vllm(REQUEST)
     line = "Throughput: 92.11 requests/s, 23580.83 total tokens/s, 11790.42 output tokens/s"
     tool(
         "vllm",
-        f'[ "$1" = --version ] && echo 0.11.0 && exit; [ "$HF_HUB_OFFLINE" = 1 ] && echo "{line}"',
+        '[ "$1" = --version ] && echo 0.11.0 && exit\n'
+        'caches=${VLLM_CACHE_ROOT:-$HOME} && mkdir -p "$caches/kernels"\n'
+        f'echo "$caches" >"{tmp_path}/caches"; [ "$HF_HUB_OFFLINE" = 1 ] && echo "{line}"',
     )
     result = gpu.measure_vllm(REQUEST)
+    caches = Path((tmp_path / "caches").read_text().strip())
+    assert not home.exists() and not caches.exists(), "nothing is left"
     assert [each["median"] for each in result["metrics"]] == [11790.4]
     assert result["workload"]["model"] == "facebook/opt-125m"
     with pytest.raises(Reason, match="output_unreadable"):
