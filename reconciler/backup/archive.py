@@ -33,6 +33,7 @@ from reconciler.db import migrations, postgresql
 from reconciler.db.engine import open_existing
 from reconciler.db.settings import AUTHORITIES
 from reconciler.model.errors import Problem
+from reconciler.runs.paths import sync_directory
 from reconciler.settings import PREFIX, Settings, config_file
 from reconciler.trust.ca import GATEWAY, Trust, authorities
 
@@ -111,6 +112,7 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
                 tar.add(key, f"{TRUST}{key.name}")
         # Renamed when complete, so that a file with this name is a whole backup.
         fresh.rename(file)
+        sync_directory(file.parent)
     return manifest
 
 
@@ -262,6 +264,7 @@ def put_back_database(engine: Engine, file: Path) -> str:
     with fresh.open("rb") as handle:
         os.fsync(handle.fileno())
     fresh.rename(target)
+    sync_directory(target.parent)
     return ""
 
 

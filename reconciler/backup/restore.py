@@ -27,7 +27,7 @@ from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, queue, tokens, usage
-from reconciler.runs.paths import write_text
+from reconciler.runs.paths import sync_directory, write_text
 from reconciler.settings import Settings
 
 _WORK_PREFIX = ".restore-"
@@ -204,3 +204,4 @@ def _put_keys(source: Path, fresh: Path, trust: Path) -> None:
     for key in sorted(source.iterdir()):
         write_text(fresh / key.name, key.read_text())
     fresh.rename(trust)
+    sync_directory(trust.parent)

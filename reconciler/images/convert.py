@@ -242,7 +242,7 @@ def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Co
     raw.chmod(0o644)
     with raw.open("rb") as stream:
         os.fsync(stream.fileno())
-    with _one_import(folder):
+    with _one_import(folder) as descriptor:
         new = not file.exists()
         if not new and _content(file, size) == digest:
             # From now on the import that placed it does not remove it. It may be another user's.
@@ -250,6 +250,7 @@ def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Co
                 os.utime(file)
         else:
             raw.replace(file)
+            os.fsync(descriptor)
         return Converted(file, digest, size, new, _identity(file))
 
 
@@ -271,14 +272,16 @@ def _content(file: Path, size: int) -> str:
 
 
 @contextmanager
-def _one_import(folder: Path) -> Iterator[None]:
-    """Keep other imports from placing and removing files in the meantime."""
+def _one_import(folder: Path) -> Iterator[int]:
+    """Keep other imports from placing and removing files in the meantime. Yields the descriptor of
+    the folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # A network file system may have no such locks.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

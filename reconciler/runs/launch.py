@@ -28,6 +28,7 @@ from reconciler.runs.paths import (
     read_json,
     run_directory,
     socket_directory,
+    sync_directory,
     write_json,
     write_text,
 )
@@ -86,6 +87,7 @@ def _launch(site: Site, spec: RunSpec) -> Path:
     paths = RunPaths(run_directory(site.state_dir, spec.run_id))
     paths.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths.root.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(paths.root.parent)
     with lock.attempt(paths.lock) as descriptor:
         _refuse_another_meaning(paths, spec)
         if descriptor is None or paths.process.exists() or paths.outcome.exists():

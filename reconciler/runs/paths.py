@@ -119,6 +119,7 @@ def _made_once(state_dir: Path, name: str, text: str) -> str:
         try:
             # Unlike a rename, a link never replaces the file of another process.
             path.hardlink_to(fresh)
+            sync_directory(folder)
         except FileExistsError:
             pass
         finally:
@@ -146,7 +147,9 @@ def socket_directory(state_dir: Path, node_id: str) -> Path:
 
 
 def write_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file atomically; a crash leaves the old file or the new file."""
+    """Replace a file atomically and durably. A crash leaves the old file or the new file, and a
+    loss of power after this call the new file.
+    """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
         os.fchmod(descriptor, mode)
@@ -154,6 +157,16 @@ def write_text(path: Path, text: str, mode: int = 0o600) -> None:
         handle.flush()
         os.fsync(descriptor)
     Path(name).replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a folder durable: without this, a loss of power may undo a rename."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, document: object) -> None:

@@ -405,6 +405,42 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
         restore(after, file)
 
 
+@pytest.mark.parametrize("urls", ["sqlite"], indirect=True)
+def test_database_and_keys_are_durable_before_a_restore_counts_as_complete(
+    before: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database may be on another file system than the mark of an unfinished restore, so a loss
+    of power could otherwise undo its rename and not the removal of the mark.
+    """
+    file = tmp_path / "site.tar.gz"
+    archive.write(before.settings, file)
+    before.engine.dispose()
+    after = settled(tmp_path / "after")
+    calls: list[str] = []
+    rename, fsync, unlink = Path.rename, os.fsync, Path.unlink
+
+    def renaming(path: Path, target: Path) -> Path:
+        calls.append(f"rename {target.name}")
+        return rename(path, target)
+
+    def syncing(descriptor: int) -> None:
+        fsync(descriptor)
+        if Path(f"/proc/self/fd/{descriptor}").resolve() == after.state_dir:
+            calls.append("sync")
+
+    def unlinking(path: Path, missing_ok: bool = False) -> None:
+        calls.append(f"remove {path.name}")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "rename", renaming)
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(Path, "unlink", unlinking)
+    restore(after, file)
+    for renamed in ("rename reconciler.db", "rename trust"):
+        assert calls[calls.index(renamed) + 1] == "sync", calls
+    assert calls.index("rename trust") < calls.index(f"remove {restoring.MARK}")
+
+
 def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     """The same file once more is for one that was cut off: here it would take away its keys."""
     new = settled(tmp_path / "new")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reconciler.runs import collect, contract
 from reconciler.runs.awx import request
+from reconciler.runs.awx.client import Client
 from reconciler.runs.awx.request import JobRecord
 from reconciler.runs.contract import PLAYBOOKS
 from reconciler.runs.paths import RunPaths
@@ -116,6 +119,35 @@ def test_a_process_that_died_after_asking_finds_its_job(
     record.save(prepared)
     ended(play())
     assert len(awx.jobs()) == 1
+
+
+def test_a_launch_is_recorded_durably_before_awx_gets_it(
+    prepared: RunPaths, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename that a loss of power undoes would leave a record without a request, and the next
+    process would launch a second job.
+    """
+    calls: list[str] = []
+    fsync, replace_file, post = os.fsync, Path.replace, Client.post
+
+    def sync(descriptor: int) -> None:
+        fsync(descriptor)
+        if Path(f"/proc/self/fd/{descriptor}").resolve() == prepared.root:
+            calls.append("folder synced")
+
+    def rename(path: Path, target: Path) -> Path:
+        calls.append(f"renamed to {target.name}")
+        return replace_file(path, target)
+
+    def launch(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:
+        calls.append("launched")
+        return post(client, path, document)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", rename)
+    monkeypatch.setattr(Client, "post", launch)
+    ended(play())
+    assert calls[:3] == ["renamed to awx.json", "folder synced", "launched"]
 
 
 def test_a_process_told_to_go_before_its_launch_is_known_leaves_that_to_the_next(
