@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -431,16 +431,17 @@ class Handler(BaseHTTPRequestHandler):
         awx = self.server.awx
         if not rest:
             return self._list(awx.templates, query)
-        awx.bodies.append(body)
+        if rest[1:] == ["launch"]:
+            awx.bodies.append(body)
         for template in awx.templates:
             if template["id"] == int(rest[0]):
-                return 201, awx.launch(template, body)
+                return (201, awx.launch(template, body)) if rest[1:] else (200, template)
         return 404, {"detail": "No JobTemplate matches the given query."}
 
     def _jobs(self, rest: list[str], query: Query, _body: object) -> tuple[int, Any]:
         awx = self.server.awx
         if not rest:
-            return self._list(awx.jobs, query)
+            return self._list(awx.jobs, query, awx.faults.hidden)
         if int(rest[0]) in awx.faults.hidden:
             return 403, _FORBIDDEN
         for job in awx.jobs:
@@ -488,7 +489,9 @@ class Handler(BaseHTTPRequestHandler):
         awx.look(job)
         return 200, awx.shown(job)
 
-    def _list(self, items: list[dict[str, Any]], query: Query) -> tuple[int, Any]:
+    def _list(
+        self, items: list[dict[str, Any]], query: Query, hidden: Sequence[int] = ()
+    ) -> tuple[int, Any]:
         page, size = int(query.pop("page", "1")), int(query.pop("page_size", "25"))
         size = min(size, self.server.awx.faults.page_size)
         order = query.pop("order_by", "id")
@@ -501,6 +504,7 @@ class Handler(BaseHTTPRequestHandler):
             if lookup not in _LOOKUPS or (items and name not in items[0]):
                 return 400, {"detail": f"no field or lookup: {key}"}
             items = [item for item in items if _LOOKUPS[lookup](item[name], value)]
+        items = [item for item in items if item["id"] not in hidden]
         items = sorted(items, key=lambda item: item[order.lstrip("-")])
         if order.startswith("-"):
             items.reverse()

@@ -39,6 +39,7 @@ _PAGES = 500
 # Beginnings of the explanations of AWX's reaper. It writes `failed` for a job that AWX lost.
 _REAPED = ("Task was marked as running", "Job reaped")
 _TIMED_OUT = "Job terminated due to timeout"
+_UNKNOWN_LAUNCH = "awx_launch_unknown: no answer to its launch was received, and AWX shows no job"
 # Colours and other control sequences of a terminal, then what is left of broken ones.
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
@@ -220,10 +221,13 @@ class Job:
 
     def _launch(self) -> None:
         record = self._record
-        if self._canceled:
-            raise NotStarted("canceled", "never_began")
-        if time.time() > self._deadline:
-            raise NotStarted("timeout", "never_began")
+        posted = record.posted
+        if self._canceled or time.time() > self._deadline:
+            if posted:
+                raise NotStarted("lost", _UNKNOWN_LAUNCH)
+            raise NotStarted("canceled" if self._canceled else "timeout", "never_began")
+        if posted:
+            self._require_sight()
         body = read_json(self._paths.env / "request.json")
         if body is None:
             raise FileNotFoundError(self._paths.env / "request.json")
@@ -235,13 +239,23 @@ class Job:
         except RunError as error:
             # After any other silence AWX may still carry out the request.
             if isinstance(error, NotSent) or not isinstance(error, Silent):
-                record.posted = False
+                record.posted = posted
                 record.save(self._paths)
             raise
         self._save_job(job)
         if job.get("ignored_fields"):
             # The template was changed meanwhile, so the job differs from the request.
             self._paths.cancel.touch(mode=0o600)
+
+    def _require_sight(self) -> None:
+        """RunError unless the list of jobs would show ours. AWX shows the jobs of a template to all
+        who may read it, and names them after it.
+        """
+        path = f"/job_templates/{self._record.template}/"
+        name = self._client.get(path).get("name")
+        if name != self._record.name:
+            found = f"the name {scrub(str(name))[:100]} instead of {self._record.name}"
+            raise self._client.silent(f"GET {API}{path}", found)
 
     def _save_job(self, job: dict[str, Any]) -> None:
         number = job.get("id")

@@ -185,6 +185,56 @@ def test_a_run_canceled_while_its_launch_is_unknown_is_found_and_ended(
     assert awx.record()["canceled"] == [1]
 
 
+SEEN = f"GET /job_templates/{TEMPLATE}/"
+NAME = "gpuaas.slice.prepare_runtime"
+
+
+@pytest.mark.covers("I13")
+@pytest.mark.parametrize(
+    ("refused", "status", "launches"),
+    [(LAUNCH, 403, 2), (LAUNCH, 404, 2), (SEEN, 403, 1), (SEEN, 404, 1)],
+)
+def test_a_job_that_cannot_be_seen_may_exist(
+    awx: Controller, prepared: RunPaths, play: Play, refused: str, status: int, launches: int
+) -> None:
+    """The answer of its launch was lost, and the token's user has lost the sight of jobs since."""
+    awx.change(cut={LAUNCH: 1}, hidden=[1])
+    assert play(lambda: awx.jobs() != []) is None
+    awx.change(status={refused: [status, 10_000]})
+    assert play(lambda: awx.record()["requests"].count(refused) == 2, quiet=0.2) is None
+    record = JobRecord.load(prepared)
+    assert (record.posted, record.job) == (True, 0)
+    assert awx.record()["requests"].count(LAUNCH) == launches
+    awx.change(hidden=[], status={})
+    ended(play())
+    assert len(awx.jobs()) == 1
+
+
+@pytest.mark.covers("I13")
+def test_a_job_of_a_template_that_was_renamed_is_not_repeated(awx: Controller, play: Play) -> None:
+    """The template had its new name at the launch, and so has the job."""
+    awx.begin(changed={NAME: {"name": "renamed"}}, cut={LAUNCH: 1})
+    assert play(lambda: awx.record()["requests"].count(SEEN) == 2, quiet=0.2) is None
+    assert len(awx.jobs()) == 1
+
+
+@pytest.mark.covers("I13")
+@pytest.mark.parametrize("how", ["canceled", "late"])
+def test_a_run_that_ends_while_its_launch_is_unknown_is_lost(
+    awx: Controller, prepared: RunPaths, play: Play, how: str
+) -> None:
+    awx.change(cut={LAUNCH: 1}, hidden=[1])
+    assert play(lambda: awx.jobs() != []) is None
+    if how == "canceled":
+        collect.cancel(prepared.root)
+    else:
+        manifest = prepared.manifest.read_text()
+        prepared.manifest.write_text(manifest.replace('"deadline_s": 60', '"deadline_s": 0'))
+    verdict = play(quiet=0.2)
+    assert (verdict["status"], verdict["begun"], verdict["touched"]) == ("lost", True, True)
+    assert verdict["problem"].startswith("awx_launch_unknown: ")
+
+
 def test_a_launch_that_awx_refuses_is_over(awx: Controller, play: Play) -> None:
     awx.change(status={LAUNCH: [400, 1]})
     verdict = play()
