@@ -273,10 +273,9 @@ def _discovery(evidence: GateEvidence, sighting: Sighting) -> list[Blocker]:
 # cause that no report shows.
 MOST_FAILURES = 2
 # Failures by the request or by the reconciler, so that another host would fail too, or no host.
-# After `boot_changed`, the new boot closes the gate until it is proven.
+# Only the reconciler gives these codes.
 _ELSEWHERE = frozenset(
     {
-        "boot_changed",
         "canceled",
         "deadline_passed",
         "fabric_guid_missing",
@@ -289,12 +288,20 @@ _ELSEWHERE = frozenset(
 )
 
 
+def fails_elsewhere(code: str) -> bool:
+    """Whether only the reconciler gives this code, for a failure that is not of the host. A host
+    that reports it would stay on sale, whatever it fails.
+    """
+    return code in _ELSEWHERE or code.startswith(("awx_", "partition_", "ufm_"))
+
+
 def fails_on_host(code: str) -> bool:
     """Whether the cause of a failure may be on the host and meet the next launch as well.
 
     A missing image affects all hosts, so it does not count: otherwise the failure of an image
     server would take a whole site off sale. Only a lack of room for an image is the host's own.
+    After `boot_changed`, the new boot closes the gate until it is proven.
     """
     if code.startswith("image_"):
         return code == "image_no_room"
-    return code not in _ELSEWHERE and not code.startswith(("awx_", "partition_", "ufm_"))
+    return code != "boot_changed" and not fails_elsewhere(code)

@@ -22,7 +22,7 @@ from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import host, retention, task_failures
 from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
-from reconciler.model import host_faults
+from reconciler.model import gate, host_faults
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
 from reconciler.model.states import TaskKind, TaskState
@@ -124,6 +124,8 @@ def read_failure(outcome: Outcome) -> Failure:
         }
         reported = result.get("error") or {}
         error = {part: reported.get(part, text) for part, text in default.items()}
+        if gate.fails_elsewhere(error["code"]):
+            error["code"] = default["code"]
         if error["code"] in _UNNAMED:
             error = host_faults.unwritable(error["found"]) or error
         return Failure(result.get("step", ""), error, result.get("evidence", {}), known=True)

@@ -36,6 +36,7 @@ from reconciler.runs.collect import Outcome
 from reconciler.runs.events import Recorder, judge
 from reconciler.settings import Settings
 from reconciler.trust import ca
+from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
 from reconciler.work.settle import settle
 from tests.unit.reconciler import holdings, wipes
@@ -449,6 +450,30 @@ def test_a_launch_that_fails_leaves_no_megabytes(
         ours = [row for row in conn.execute(sa.select(tables.proofs)) if row.kind == "untouched"]
         assert [row.document.items() >= kept.items() for row in ours] == [True] * len(ours)
         assert invariants.check(conn) == []
+
+
+@pytest.mark.covers("CTRL-3")
+@pytest.mark.parametrize("code", ["canceled", "deadline_passed", "awx_silent", "ufm_silent"])
+def test_a_host_that_fails_each_launch_by_a_code_of_ours_is_not_sold(
+    sold: Site, tmp_path: Path, code: str
+) -> None:
+    """Failures with these codes are not the host's, and keep its slots on sale."""
+    settings = Settings(state_dir=tmp_path)
+    error = {"code": code, "expected": "a", "found": "b", "remedy": "c"}
+    result = {"schema": 1, "playbook": "provision_slice", "ok": False, "step": "s", "error": error}
+    result["evidence"] = {"disk_written": False, "leftovers": False}
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+    for _ in range(2):
+        with transaction(sold.engine) as conn:
+            sold.allocate(conn)
+            (task,) = leasing.lease(conn, "worker", kinds=[TaskKind.SLICE_VM_PROVISION])
+            HANDLERS[task.kind].start(open_work(conn, settings, task))
+        settle(sold.engine, settings, HANDLERS[task.kind], task, Outcome("failed", result))
+        with reading(sold.engine) as conn:
+            assert queue.get(conn, task.id).error["code"] == "step_failed"
+    with reading(sold.engine) as conn:
+        assert sold.statuses(conn) == ["disabled", "disabled"]
 
 
 def test_a_machine_that_is_not_clean_leaves_no_megabytes(sold: Site, tmp_path: Path) -> None:
