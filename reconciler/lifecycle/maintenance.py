@@ -32,8 +32,9 @@ from reconciler.records import nodes, queue, slots
 
 Guests = list[dict[str, Any]]
 
-# Key in the evidence of a drain: the task whose BIOS job may still restart the host.
-_HELD = "open_bios_job"
+# Keys in the evidence of a drain: the task whose BIOS job may still restart the host, and the boot
+# that a lost run may still end.
+_HELD, _HELD_BOOT = "open_bios_job", "boot_of_lost_run"
 _REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
 
 
@@ -124,16 +125,25 @@ def bring_back(conn: sa.Connection, task: Task, act: Act) -> str:
 
 
 def hold(conn: sa.Connection, task: Task, act: Act) -> None:
-    """Keep a node drained after its proof, because a BIOS job of the task may restart it later.
+    """Keep a node drained after its proof, because a BIOS job of the task, or its lost run, may
+    restart the host later.
 
-    It ends when a firmware change follows the job to its end, or when a person resumes the node.
+    It ends when a firmware change follows the job to its end, when the host has another boot, which
+    a lost run never ends, or when a person resumes the node.
     """
     node = rows.get(conn, Node, task.node_id, lock=True)
-    why = act.because(
-        "its BIOS job may still restart the host: look at the BMC's job queue, then plan and apply "
-        "the firmware settings again, or resume the node",
-        {_HELD: task.id},
-    )
+    if task.kind == TaskKind.NODE_FIRMWARE:
+        why = act.because(
+            "its BIOS job may still restart the host: look at the BMC's job queue, then plan and "
+            "apply the firmware settings again, or resume the node",
+            {_HELD: task.id},
+        )
+    else:
+        why = act.because(
+            "its lost run may still restart the host: end it, in AWX its job, then restart the "
+            "host or resume the node",
+            {_HELD_BOOT: task.parameters["boot_id"]},
+        )
     if node.state == NodeState.READY:
         host.drain(conn, node.id, why)
     elif host.DRAINED in _last_drain(conn, node):
@@ -143,7 +153,8 @@ def hold(conn: sa.Connection, task: Task, act: Act) -> None:
 def drain(conn: sa.Connection, id: str, act: Act) -> Node:
     """Stop accepting new work. A node that maintenance has drained stays so after its proof."""
     node = rows.get(conn, Node, id, lock=True)
-    if node.state != NodeState.DRAINING or not _last_drain(conn, node) & {host.DRAINED, _HELD}:
+    ours = {host.DRAINED, _HELD, _HELD_BOOT}
+    if node.state != NodeState.DRAINING or not ours & _last_drain(conn, node).keys():
         return host.drain(conn, id, act)
     journal.remark(conn, "node", node, act, "drain")
     journal.audit(conn, act, "admin.node.drain", "node", id)
@@ -160,17 +171,19 @@ def resume(conn: sa.Connection, id: str, act: Act) -> Node:
 
 def awaits_proof(conn: sa.Connection, node: Node) -> bool:
     """Whether maintenance that is over has drained the node, and no operator has since."""
-    drained = node.state == NodeState.DRAINING and host.DRAINED in _last_drain(conn, node)
-    return drained and not _open(conn, node.id)
+    if node.state != NodeState.DRAINING or _open(conn, node.id):
+        return False
+    drain = _last_drain(conn, node)
+    return host.DRAINED in drain or drain.get(_HELD_BOOT, node.boot_id) != node.boot_id
 
 
-def _last_drain(conn: sa.Connection, node: Node) -> set[str]:
-    """Keys in the evidence of the node's last drain."""
+def _last_drain(conn: sa.Connection, node: Node) -> dict[str, Any]:
+    """Evidence of the node's last drain."""
     drains = sa.select(history.c.evidence).where(
         history.c.entity == "node", history.c.entity_id == node.id, history.c.event == "drain"
     )
     last = conn.execute(drains.order_by(history.c.id.desc()).limit(1)).scalar()
-    return set(last or {})
+    return dict(last or {})
 
 
 def finish(conn: sa.Connection, node_id: str, act: Act) -> bool:

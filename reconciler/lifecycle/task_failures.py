@@ -54,13 +54,14 @@ class Failure:
     remedy, each cut to a length: a host may have put them in words, and the records of the task and
     of its subject keep them for ever. evidence: the report of the playbook, as far as it got; only
     the task keeps it. known: False when the effect on the host is unknown (process lost, contact
-    lost). Then nothing may be freed (I13).
+    lost). Then nothing may be freed (I13). may_go_on: whether the run may still act on the host.
     """
 
     step: str
     error: dict[str, str]
     evidence: dict[str, Any]
     known: bool
+    may_go_on: bool = False
 
     def __post_init__(self) -> None:
         texts = {part: text for part, text in self.error.items() if isinstance(text, str)}
@@ -127,7 +128,7 @@ def cancel(
 def lose(conn: Connection, task: Task, act: Act) -> None:
     """Give up a task whose run has an unknown effect: block, fence off, free nothing."""
     with locked_subject(conn, task):
-        record(conn, task, Failure("deadline", task.error, {}, known=False))
+        record(conn, task, Failure("deadline", task.error, {}, known=False, may_go_on=True))
         fenced = claims.fence_off(conn, task.fences)
         queue.lose(conn, task, act.because(act.reason, {"fenced_slots": fenced}), task.error)
 
@@ -183,6 +184,8 @@ def _maintenance_failed(conn: Connection, task: Task, failure: Failure) -> None:
         refused = failure.known and failure.error["code"] in _BEFORE_BIOS_JOB
         if not (refused or failure.untouched):
             maintenance.hold(conn, task, act_of(task))
+    elif failure.may_go_on:
+        maintenance.hold(conn, task, act_of(task))
     restarted = failure.error["code"] == host.BOOT_CHANGED
     prove = maintenance.restarted if restarted else maintenance.bring_back
     prove(conn, task, act_of(task).because(failure.error["code"]))

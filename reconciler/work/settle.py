@@ -144,7 +144,8 @@ def read_failure(outcome: Outcome) -> Failure:
     # result. Other problems may be of this machine, or of AWX, and of their disks.
     if outcome.unreachable or problem.startswith(f"{events.MODULE_FAILED}: "):
         ended = host_faults.unwritable(problem) or ended
-    return Failure("", ended, result.get("evidence", {}), known=False)
+    evidence, may_go_on = result.get("evidence", {}), outcome.may_go_on
+    return Failure("", ended, evidence, known=False, may_go_on=may_go_on)
 
 
 def _succeed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeState, PowerAction, TaskKind, TaskState
 from reconciler.records import allocations, leasing, nodes, queue, slots
+from reconciler.runs.collect import Outcome
 from reconciler.settings import Settings
 from reconciler.work import worker
 from reconciler.work.handler import Work, open_work
 from reconciler.work.kinds import HANDLERS
-from reconciler.work.settle import queue_next_step
+from reconciler.work.settle import queue_next_step, settle
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.whole_machines import Machines
 
@@ -237,6 +239,33 @@ def test_a_restart_that_failed_starts_the_slices_again(
         fail(begin(conn, settings, REBOOT), "host_in_use", {}, known=known)
         result = prove(conn, sold, settings, boot_id)
         assert (result["started"], result["resumed"]) == ([key], True), "also under the same boot"
+
+
+@pytest.mark.covers("CTRL-9", "I13")
+@pytest.mark.parametrize("how", ["awx", "deadline"])
+def test_a_host_that_a_lost_run_may_still_restart_is_not_sold(
+    sold: Site, settings: Settings, how: str
+) -> None:
+    """After a restart, whoever made it, the run restarts nothing, so the node comes back."""
+    with transaction(sold.engine) as conn:
+        key, boot_id = running(conn, sold), nodes.get(conn, "n1").boot_id
+        maintenance.request_reboot(conn, "n1", ADMIN, allocations=[key])
+        task = begin(conn, settings, REBOOT).task
+    if how == "awx":
+        lost = Outcome("lost", None, "awx_failed: Task was marked as running but was not present")
+        settle(sold.engine, settings, HANDLERS[REBOOT], task, lost)
+    else:
+        with transaction(sold.engine) as conn:
+            error = {"code": queue.DEADLINE_PASSED, "expected": "", "found": "", "remedy": ""}
+            task_failures.lose(conn, replace(task, error=error), ADMIN)
+    with transaction(sold.engine) as conn:
+        result = prove(conn, sold, settings, boot_id)
+        assert (result["started"], result["resumed"]) == ([key], False)
+        assert nodes.get(conn, "n1").state == NodeState.DRAINING
+        host.restarted(conn, "n1", ADMIN, since=boot_id)
+        host.reverify(conn, nodes.get(conn, "n1"), ADMIN)
+        assert prove(conn, sold, settings, NEW_BOOT)["resumed"]
+        assert nodes.get(conn, "n1").state == NodeState.READY
 
 
 def test_a_restart_that_was_canceled_gives_the_node_back(sold: Site, settings: Settings) -> None:
