@@ -242,6 +242,21 @@ def test_a_launch_that_awx_refuses_is_over(awx: Controller, play: Play) -> None:
     assert verdict["problem"].startswith("awx_refused: HTTP 400")
 
 
+def test_a_launch_that_is_answered_with_the_job_of_another_run_finds_its_own(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    other = {"id": 7, "limit": "node-1", "extra_vars": "slice_run: {id: run-2}"}
+    awx.change(cut={LAUNCH: 1})
+    assert play(lambda: awx.jobs() != []) is None
+    record = JobRecord.load(prepared)
+    record.posted = False
+    record.save(prepared)
+    awx.change(strange={LAUNCH: [other]})
+    until = time.monotonic() + 20
+    ended(play(lambda: time.monotonic() > until, quiet=30))
+    assert JobRecord.load(prepared).job == 1
+
+
 @pytest.mark.parametrize(
     ("field", "cut"),
     [("ask_limit_on_launch", 0), ("ask_limit_on_launch", 1), ("ask_variables_on_launch", 0)],
