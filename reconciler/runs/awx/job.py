@@ -39,6 +39,8 @@ _PAGES = 500
 # Beginnings of the explanations of AWX's reaper. It writes `failed` for a job that AWX lost.
 _REAPED = ("Task was marked as running", "Job reaped")
 _TIMED_OUT = "Job terminated due to timeout"
+# The template was changed during the launch.
+_DIFFERS = "awx_job_differs: the job is not the one that was asked for"
 _UNKNOWN_LAUNCH = "awx_launch_unknown: no answer to its launch was received, and AWX shows no job"
 # Colours and other control sequences of a terminal, then what is left of broken ones.
 _CONTROL = re.compile(
@@ -242,10 +244,10 @@ class Job:
                 record.posted = posted
                 record.save(self._paths)
             raise
-        self._save_job(job)
-        if job.get("ignored_fields"):
-            # The template was changed meanwhile, so the job differs from the request.
-            self._paths.cancel.touch(mode=0o600)
+        ignored = job.get("ignored_fields")
+        names = [name for name in body if isinstance(ignored, dict) and name in ignored]
+        problem = f"{_DIFFERS}: AWX left out {', '.join(names) or 'a field'}"
+        self._save_job(job, problem if ignored else "")
 
     def _require_sight(self) -> None:
         """RunError unless the list of jobs would show ours. AWX shows the jobs of a template to all
@@ -257,7 +259,7 @@ class Job:
             found = f"the name {scrub(str(name))[:100]} instead of {self._record.name}"
             raise self._client.silent(f"GET {API}{path}", found)
 
-    def _save_job(self, job: dict[str, Any]) -> None:
+    def _save_job(self, job: dict[str, Any], problem: str = "") -> None:
         number, run = job.get("id"), request.run_id(job)
         # An AWX that was restored from a backup counts its jobs from an older number. Without its
         # variables, which a changed template drops, a job names no run.
@@ -270,14 +272,18 @@ class Job:
                 found=f"{number!r}, run {scrub(run)!r}"[:100],
                 remedy="check AWX and any proxy in front of it",
             )
-        self._record.job = number
+        self._record.job, self._record.problem = number, problem
         self._record.save(self._paths)
 
     def _poll(self, feed: Feed) -> dict[str, Any] | None:
         """Read the job and its new events; the verdict once the job is over."""
         job = self._get_job()
-        if job["limit"] != self._node_id:
-            # The template was changed during the launch, so the job differs from the request.
+        record = self._record
+        if job["limit"] != self._node_id and not record.problem:
+            limit = scrub(job["limit"])[:100]
+            record.problem = f"{_DIFFERS}: its limit is {limit!r} and not {self._node_id}"
+            record.save(self._paths)
+        if record.problem:
             self._paths.cancel.touch(mode=0o600)
         over = job.get("status") in _OVER
         if not over:
@@ -354,6 +360,7 @@ class Job:
             recorder.artifacts = artifacts
         status, reason = str(job["status"]), _reason(job)
         problem = f"awx_{status}: {reason or feed.last_line or 'AWX gives no reason'}"
+        problem = self._record.problem or problem
         never_began = _never_began(job, feed)
         if not never_began and (status == "error" or not _end_is_known(job, feed)):
             return _lost(problem)
@@ -368,6 +375,7 @@ class Job:
         # A missing event may have been a module that ran on the host.
         if feed.missing or not recorder.over:
             verdict["touched"] = True
+        reason = self._record.problem or reason
         if reason and not verdict["result"]:
             verdict["problem"] = ": ".join(filter(None, (verdict.get("problem"), reason)))
         return verdict | {"started_at": str(job.get("started") or datetime.now(UTC).isoformat())}

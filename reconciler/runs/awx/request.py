@@ -146,7 +146,7 @@ class JobRecord:
 
     after: the newest job in AWX before our request; our job has a higher id. posted: a request
     was sent whose result may be unknown. job: its id, 0 while unknown. timed_out: the job was
-    cancelled because of its deadline.
+    cancelled because of its deadline. problem: why it was cancelled otherwise, "" if a person did.
     """
 
     template: int
@@ -156,6 +156,7 @@ class JobRecord:
     posted: bool = False
     job: int = 0
     timed_out: bool = False
+    problem: str = ""
 
     def save(self, paths: RunPaths) -> None:
         write_json(paths.root / "awx.json", asdict(self))

@@ -268,6 +268,8 @@ def test_a_job_that_is_not_what_was_asked_for_is_ended(
     awx.begin(templates={field: False}, steps=1000, cut={LAUNCH: cut}, events=events("One")[:2])
     verdict = play()
     assert verdict["status"] == "canceled"
+    assert verdict["problem"].startswith("awx_job_differs: "), verdict
+    assert ("limit" if "limit" in field else "extra_vars") in verdict["problem"]
     assert prepared.cancel.exists()
 
 
