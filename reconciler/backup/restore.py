@@ -25,6 +25,7 @@ from reconciler.lifecycle import restore as restored
 from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
+from reconciler.model.recovery import UNKNOWN_EFFECT
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, queue, tokens, usage
 from reconciler.runs.paths import sync_directory, write_text
@@ -105,7 +106,7 @@ def _doubt(conn: Connection, manifest: dict[str, Any], backup: str) -> dict[str,
         "code": "restored",
         "expected": "a service that was running when the run ended",
         "found": f"a backup of {manifest['made_at']}, in which it was running",
-        "remedy": "the effect on the host is unknown: verify the host before anything is freed",
+        "remedy": UNKNOWN_EFFECT,
     }
     canceled_error = {
         "code": "restored",

@@ -17,6 +17,13 @@ from reconciler.model.states import (
     RecoveryState,
 )
 
+# Remedy of a task of any kind whose run has no known end.
+UNKNOWN_EFFECT = (
+    "the effect on the host is unknown, so nothing is freed: a blocked slot needs"
+    " `gpuaas recover ALLOCATION --reason WHY`, a machine that is not clean"
+    " `gpuaas nodes clean-machine NODE`; `gpuaas nodes discover NODE` and"
+    " `gpuaas nodes parity NODE` examine the host"
+)
 HOUR_S = 3600.0
 _DRAINED = (NodeState.DRAINING, NodeState.MAINTENANCE)
 # Remedy before a forced clean-up on an unhealthy node, by node state. The default is to drain it.

@@ -25,6 +25,7 @@ from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model import gate, host_faults
 from reconciler.model.errors import Problem
 from reconciler.model.proof import NOTHING_DONE
+from reconciler.model.recovery import UNKNOWN_EFFECT
 from reconciler.model.states import TaskKind, TaskState
 from reconciler.model.storable import STORABLE, storable_text, unstorable
 from reconciler.records import certificates, claims, nodes, queue, slots
@@ -47,7 +48,6 @@ _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
 MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 # Of a result also those of the database.
 _MISFITS = (*MISFITS, exc.DataError, exc.ProgrammingError)
-_UNKNOWN_EFFECT = "the effect on the host is unknown: verify the host before anything is freed"
 _NO_EFFECT = "repair what is named, then ask again; nothing was done on the host"
 _NOT_STARTED = "run_not_started"
 # The pauses give a busy host or source some time. The last attempt starts two and a half minutes
@@ -138,7 +138,7 @@ def read_failure(outcome: Outcome) -> Failure:
         "code": code,
         "expected": "a run that ends with a result",
         "found": problem,
-        "remedy": _UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
+        "remedy": UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
     }
     # No module starts on a full or read-only disk, so no task of the playbook is left to give a
     # result. Other problems may be of this machine, or of AWX, and of their disks.
@@ -295,7 +295,7 @@ def _record_error(cause: Exception) -> dict[str, str]:
         code = contract.UNREADABLE
         expected = "a result that this version of the reconciler can record"
         text = f"{type(cause).__name__}: {text}"
-    return {"code": code, "expected": expected, "found": text, "remedy": _UNKNOWN_EFFECT}
+    return {"code": code, "expected": expected, "found": text, "remedy": UNKNOWN_EFFECT}
 
 
 def clock_fault(

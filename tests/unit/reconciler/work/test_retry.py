@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
+from typer.testing import CliRunner
 
+from reconciler.cli.main import app
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
 from reconciler.db.schema import Task
@@ -15,6 +18,7 @@ from reconciler.model.states import TaskKind
 from reconciler.records import allocations, leasing, nodes, queue, timeline
 from reconciler.runs.collect import Outcome
 from reconciler.work import worker
+from reconciler.work.settle import read_failure
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.work.conftest import Attend, Runs, canceled_at_launch
 from tests.unit.reconciler.work.test_unreachable import SILENT, STRANGER, attend
@@ -70,6 +74,16 @@ def test_what_awx_lost_may_go_on_and_is_not_tried_again(
     assert (ended.state, ended.attempt, ended.error["code"]) == ("lost", 1, "run_lost")
     with transaction(sold.engine) as conn:
         assert leasing.lease(conn, "worker") == []
+
+
+def test_an_unknown_end_names_the_commands_that_end_the_doubt() -> None:
+    remedy = read_failure(Outcome("lost", None, "awx_silent: no answer")).error["remedy"]
+    commands = re.findall("`gpuaas ([^`]+)`", remedy)
+    assert [command.partition(" ")[0] for command in commands] == ["recover", *["nodes"] * 3]
+    for command in commands:
+        words = command.split(" --reason")[0].split()
+        result = CliRunner().invoke(app, [*words, "--help"])
+        assert result.exit_code == 0 and words[-2] in result.output, result.output
 
 
 def test_a_run_that_was_never_begun_is_tried_again(sold: Site, runs: Runs, attend: Attend) -> None:
