@@ -23,7 +23,7 @@ import pytest
 import sqlalchemy as sa
 
 import reconciler.backup.restore as restoring
-from reconciler.backup import archive, locked
+from reconciler.backup import MARK, archive, locked
 from reconciler.backup.restore import restore
 from reconciler.cli.service import backup, in_use, open_migrated
 from reconciler.db import clock, journal, migrations
@@ -438,7 +438,7 @@ def test_database_and_keys_are_durable_before_a_restore_counts_as_complete(
     restore(after, file)
     for renamed in ("rename reconciler.db", "rename trust"):
         assert calls[calls.index(renamed) + 1] == "sync", calls
-    assert calls.index("rename trust") < calls.index(f"remove {restoring.MARK}")
+    assert calls.index("rename trust") < calls.index(f"remove {MARK}")
 
 
 def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from reconciler.lifecycle import (
     maintenance,
     power,
     recovery,
+    slice_telemetry,
     slices,
     task_failures,
 )
@@ -222,7 +223,7 @@ def test_a_guest_that_no_longer_answers_is_named_until_it_does(
         asked.append((key, named))
         return silent
 
-    monkeypatch.setattr(drift.slice_telemetry, "silent", read)
+    monkeypatch.setattr(slice_telemetry, "silent", read)
     result = compare(holdings)
     assert [row["code"] for row in result["differences"]] == ["guest_silent"] * 2
     assert result["blocked"] == result["shut"] == []
