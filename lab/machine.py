@@ -207,11 +207,11 @@ def power_cut(*, restart: bool = False) -> None:
 
 @contextmanager
 def forgetful_gpus() -> Iterator[None]:
-    """Let no GPU of the lab host keep what is written to its memory: all they read and write is at
-    their guest's first address, which no guest uses.
+    """Let no GPU of the lab host keep what is written to its memory. With a mask of 0 all of its
+    transfers use address 0 of its guest, which no guest uses.
     """
-    _set_dma_mask(0)
     try:
+        _set_dma_mask(0)
         yield
     finally:
         _set_dma_mask(topology.EDU_DMA_MASK)

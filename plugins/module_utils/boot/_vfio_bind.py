@@ -149,8 +149,14 @@ def plan(params: Params, state: State) -> _change.Plan:
     return _plan(params, state, dead)
 
 
+def _plan_others(params: Params, state: State) -> _change.Plan:
+    """Plan at boot while devices are waited for: bind those that are there and have no user."""
+    used = [a for a in to_bind(params, state) if _busy(a, state)]
+    return _plan(params, state, [*_missing(params, state), *used])
+
+
 def _plan_present(params: Params, state: State) -> _change.Plan:
-    """Plan at boot while others are waited for, and after that: bind the devices that are there."""
+    """Plan at boot once every device had the time to appear: bind the devices that are present."""
     return _plan(params, state, _missing(params, state))
 
 
@@ -169,7 +175,7 @@ def _plan(params: Params, state: State, dead: Sequence[str]) -> _change.Plan:
     blockers = [refusal for refusal in refusals if refusal is not None]
     if bind and not state.slice_mode:
         blockers.insert(0, _host_mode.not_slice())
-    steps = [_binding(state.devices[a]) for a in bind if a in state.devices]
+    steps = [_binding(state.devices[a]) for a in bind if a in state.devices and a not in dead]
     steps += [_release(state.devices[a]) for a in release if a in state.devices]
     open_steps = tuple(step for step in steps if step.before != step.after)
     return _change.Plan(open_steps, tuple(blockers), tuple(_is_missing(a) for a in dead))
@@ -219,6 +225,10 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 LIVE = _tenancy.guarded(
     _change.Subject(observe, plan, apply, facts), lambda _params, planned: bool(planned.steps)
 )
+_OTHERS = _tenancy.guarded(
+    _change.Subject(observe, _plan_others, apply, facts),
+    lambda _params, planned: bool(planned.steps),
+)
 _PRESENT = _tenancy.guarded(
     _change.Subject(observe, _plan_present, apply, facts),
     lambda _params, planned: bool(planned.steps),
@@ -230,10 +240,10 @@ def boot(settings_path: str) -> int:
     if not _host_mode.is_slice():
         return 0
     # Virtual functions and cards behind slow buses may not exist yet, and GPU monitoring holds a
-    # device only briefly. Users that stay are reported when the time is over. A device that is gone
-    # keeps no other from its slice meanwhile.
+    # device only briefly. Users that stay are reported when the time is over. Meanwhile the other
+    # devices are bound, so that the loss of a GPU concerns its own slice only.
     wait_for = ("device_missing", "device_busy")
-    failed = _boot_service.boot(LIVE, settings_path, wait_for=wait_for, meanwhile=_PRESENT)
+    failed = _boot_service.boot(LIVE, settings_path, wait_for=wait_for, meanwhile=_OTHERS)
     return failed and _boot_service.boot(_PRESENT, settings_path)
 
 

@@ -208,7 +208,7 @@ def boot(
     the refusal would not be logged. Doubts with these codes are awaited too, but only after all
     required parts are ready and systemd was notified. A remaining doubt is logged and is no
     failure. required: whether `subject` needs the settings. Otherwise it gets {} for lost ones.
-    meanwhile: what is driven in each round of waiting; systemd is notified once it holds.
+    meanwhile: what is driven in each round of waiting.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -220,9 +220,7 @@ def boot(
             log(str(failure))
             return 1
         if meanwhile:
-            failure, _doubts = _attempt(meanwhile, settings_path, required=required, again=True)
-            if failure is None:
-                notify("READY=1")
+            _attempt(meanwhile, settings_path, required=required, again=True)
         sleep(2)
     notify("READY=1")
     # The required parts are in place and the unit is running. Only a guardian applies them again;

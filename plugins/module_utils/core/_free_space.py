@@ -45,6 +45,6 @@ def _refusal(folder: str, free: os.statvfs_result) -> Refusal | None:
         "host_disk_full",
         expected=f"at least {least >> 20} MiB and free inodes",
         found=f"{left} in the file system of {folder}",
-        remedy="free space on the host: old logs, packages, and images that no slice needs in "
-        "/var/lib/gpuaas/images",
+        remedy=f"free space in that file system (`df -h {folder}`): under /var mostly old logs, "
+        "packages, and images that no slice needs in /var/lib/gpuaas/images",
     )

@@ -193,6 +193,8 @@ def open_files(process: int | None = None) -> Iterator[tuple[int, str]]:
     for pid, link in descriptors(process):
         try:
             yield pid, str(Path(link).readlink())
+        except _ENDED:
+            continue
         except OSError as broken:
             name = f"/proc/{pid}/fd/{Path(link).name}"
             # No device has a name that is too long. Of a process that has just ended the kernel

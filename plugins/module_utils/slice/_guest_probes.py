@@ -187,7 +187,7 @@ def _edu_remembers(name: str, words: memoryview, longs: memoryview) -> None:
 
 
 def _physical_address(page: mmap.mmap) -> int:
-    """The page's address on the bus: a guest has no IOMMU. It is locked until it is unmapped."""
+    """The page's present address on the bus: a guest has no IOMMU. The page is not swapped out."""
     anchor = ctypes.c_char.from_buffer(page)
     address = ctypes.addressof(anchor)
     del anchor

@@ -7,6 +7,7 @@ what drift detection would repair and no guardian does, so that it need not wait
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -171,7 +172,7 @@ def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
         files = {_baseline_files.SYSCTL: _baseline_files.SYSCTLS}
         if settings:
             files[_baseline_files.DNSMASQ] = _baseline_files.dnsmasq(settings)
-        lost = not all(_host.path(unit.settings_path).exists() for unit in guardians)
+        lost = not all(_is_recorded(unit.settings_path) for unit in guardians)
         edited = any(_file_edits.unlike(path, text) for path, text in files.items())
         if not settings or lost or edited:
             differs.append("network_file")
@@ -179,6 +180,13 @@ def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
     except (Refusal, OSError, ValueError, KeyError, TypeError):
         problems.append("baseline")
     return differs
+
+
+def _is_recorded(settings_path: str) -> bool:
+    """Whether a guardian has its settings: a file that a power cut has emptied is there, too."""
+    with contextlib.suppress(Refusal):
+        return bool(_boot_service.settings(settings_path))
+    return False
 
 
 def _domains() -> dict[str, Values]:

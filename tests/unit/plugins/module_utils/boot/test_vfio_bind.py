@@ -286,6 +286,25 @@ def test_boot_waits_for_who_looks_at_gpus_and_names_who_stays(
     assert ("process 4242 (qemu-system-x86)" in output) is stays, output
 
 
+def test_boot_binds_the_others_while_one_is_missing_and_one_in_use(
+    pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = "0000:63:00.0"
+    pci.add(OTHER, group=8, driver="nvidia").add(third, group=9)
+    remember(GPU, OTHER, third)
+    hold(tree, "/dev/nvidia0")
+    meanwhile: list[tuple[str, str]] = []
+    clock = itertools.count(step=40)
+    monkeypatch.setattr(_boot_service.time, "monotonic", lambda: float(next(clock)))
+
+    def sleep(_seconds: float) -> None:
+        meanwhile.append((pci.driver(OTHER), pci.driver(third)))
+
+    monkeypatch.setattr(_boot_service, "boot", functools.partial(_boot_service.boot, sleep=sleep))
+    assert _vfio_bind.boot(_vfio_bind.SETTINGS) == 1
+    assert set(meanwhile) == {("nvidia", "vfio-pci")}
+
+
 def test_boot_leaves_a_host_outside_slice_mode_alone(pci: Any) -> None:
     pci.add(GPU, group=7, driver="nouveau")
     remember(GPU)
@@ -394,14 +413,11 @@ def test_a_gpu_that_failed_keeps_no_other_from_being_bound(
     pci.store(f"/sys/bus/pci/devices/{OTHER}/driver_override", "")
     pci.store(f"/sys/bus/pci/devices/{OTHER}/driver/unbind", OTHER)
     meanwhile: list[str] = []
-    signs: list[str] = []
-    monkeypatch.setattr(_boot_service, "notify", signs.append)
     clock = itertools.count(step=40)
     monkeypatch.setattr(_boot_service.time, "monotonic", lambda: float(next(clock)))
 
     def sleep(_seconds: float) -> None:
-        # systemd starts what waits for the binding.
-        meanwhile.append(pci.driver(OTHER) if "READY=1" in signs else "")
+        meanwhile.append(pci.driver(OTHER))
 
     monkeypatch.setattr(_boot_service, "boot", functools.partial(_boot_service.boot, sleep=sleep))
     assert _vfio_bind.boot(_vfio_bind.SETTINGS) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.covers("SLICE-8")
 
 NETWORK = {"bridge": "ovsbr0", "address": "10.100.0.1/24", "subnet": "10.100.0.0/24"}
 PARAMS = {"profile": {"network": NETWORK, "vm": {}}, "slots": []}
+RECORDED = json.dumps(_baseline_files.settings(NETWORK))
 ROW = {"check": "x", "status": "FAIL", "detail": "d", "remediation": "r", "playbook": ""}
 
 
@@ -67,7 +69,7 @@ class Systemd:
 def install(*units: _boot_service.Unit) -> list[str]:
     for unit in units:
         _host.write(unit.path, "x")
-        _host.write(unit.settings_path, "{}")
+        _host.write(unit.settings_path, RECORDED)
     return [unit.service for unit in units]
 
 
@@ -120,6 +122,7 @@ def test_the_guards_of_a_card_are_said_also_if_the_next_card_fails(
         yield "a guard"
         raise Refusal("command_failed", expected="a", found="no such device", remedy="c")
 
+    _host.write(_baseline_files.SETTINGS, RECORDED)
     monkeypatch.setattr(_virtual_functions, "recorded", dict)
     monkeypatch.setattr(_virtual_functions, "restore_guards", restoring)
     assert keep(monkeypatch, "fabric_functions") == (["a guard"], {"command_failed"})
