@@ -94,8 +94,8 @@ def test_power_comes_back_without_the_gpu_of_a_slice(stage: Stage, story: Chapte
 
 
 def _gpus(stage: Stage) -> set[str]:
-    found = stage.on_host("sh", "-c", "'grep -lx 0x11e8 /sys/bus/pci/devices/*/device'")
-    return {Path(line).parent.name for line in found.split()}
+    lines = stage.on_host("sh", "-c", "'grep -lx 0x11e8 /sys/bus/pci/devices/*/device'")
+    return {Path(line).parent.name for line in lines.split()}
 
 
 def _domain_state(stage: Stage, domain: str) -> str:

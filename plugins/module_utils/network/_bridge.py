@@ -60,8 +60,8 @@ class State:
     isolation: None without the bridge. lacking: features that its datapath does not have. local:
     the host's own addresses. entries: size of the kernel's connection table, None where it cannot
     be set. neighbours: sizes of its table of neighbours by key, as far as they can be set.
-    filtering: missing commands for the host's filter. silent: why Open vSwitch does not answer, or
-    "". Its bridges are unknown then, and stay in the kernel.
+    filtering: missing commands for the host's filter. switch_problem: why Open vSwitch does not
+    answer, or "". Its bridges are unknown then, and stay in the kernel.
     """
 
     bridges: tuple[str, ...]
@@ -75,7 +75,7 @@ class State:
     entries: int | None = None
     neighbours: Mapping[str, int] = field(default_factory=dict)
     filtering: tuple[str, ...] = ()
-    silent: str = ""
+    switch_problem: str = ""
 
 
 def _entries() -> int | None:
@@ -94,7 +94,7 @@ def uplink() -> str:
 
 
 def observe(params: Params) -> State:
-    known, silent = _bridges()
+    known, switch_problem = _bridges()
     there = params["bridge"] in known
     return State(
         bridges=tuple(known),
@@ -108,7 +108,7 @@ def observe(params: Params) -> State:
         entries=_entries(),
         neighbours=_slice_network.neighbours(),
         filtering=tuple(_host_filter.changes(params["bridge"])),
-        silent=silent,
+        switch_problem=switch_problem,
     )
 
 
@@ -127,8 +127,8 @@ def _bridges() -> tuple[list[str], str]:
 def plan(params: Params, state: State) -> _change.Plan:
     bridge = params["bridge"]
     blockers = [*_invalid(params), *state.lacking]
-    if state.silent:
-        blockers.append(switch_stopped(state.silent))
+    if state.switch_problem:
+        blockers.append(switch_stopped(state.switch_problem))
     elif bridge in state.interfaces and bridge not in state.bridges:
         blockers.append(_not_ours(bridge))
     steps = []
@@ -365,11 +365,11 @@ def _not_ours(bridge: str) -> Refusal:
     )
 
 
-def switch_stopped(silent: str) -> Refusal:
+def switch_stopped(problem: str) -> Refusal:
     return Refusal(
         STOPPED,
         expected="Open vSwitch to answer, which alone knows its bridges",
-        found=silent,
+        found=problem,
         remedy="run `systemctl start openvswitch-switch`; if it fails, see "
         "`journalctl -u ovsdb-server -u ovs-vswitchd`",
     )

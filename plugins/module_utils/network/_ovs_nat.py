@@ -137,7 +137,7 @@ def plan(params: Params, state: State) -> _change.Plan:
         for path, text in files.items()
         if state.files[path] != text.strip()
     ]
-    if state.live.silent or not (state.switch.active and state.switch.enabled):
+    if state.live.switch_problem or not (state.switch.active and state.switch.enabled):
         steps.append(_change.Step("start_switch", SWITCH, "inactive", "active at every boot"))
     steps += [step for step in live.steps if not step.soft]
     steps += _boot_service.plan(unit(params), state.installed)

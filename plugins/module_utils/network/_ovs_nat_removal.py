@@ -82,8 +82,10 @@ def observe(params: Params) -> State:
 def plan(params: Params, state: State) -> _change.Plan:
     baseline, bridge = state.baseline, params["bridge"]
     blockers = [*_ovs_nat.renamed(params, baseline), *_in_use(params, state)]
-    if state.concerned and baseline.live.silent and bridge in baseline.live.interfaces:
-        blockers.append(_bridge.switch_stopped(baseline.live.silent))
+    # After a boot its database alone may still have the bridge, which would come back with it.
+    may_have_it = bridge in baseline.live.interfaces or baseline.switch.enabled
+    if state.concerned and baseline.live.switch_problem and may_have_it:
+        blockers.append(_bridge.switch_stopped(baseline.live.switch_problem))
     steps = _ovs_nat.outdated(baseline)
     steps += _boot_service.plan_removal(_ovs_nat.unit(params), baseline.installed)
     steps += [

@@ -202,9 +202,15 @@ def test_an_interface_of_a_host_without_baseline_waits_for_the_switch(host: Host
     assert failure is not None and failure.code == "bridge_name_taken"
 
 
-def test_the_removal_leaves_no_bridge_behind_a_stopped_switch(host: Host) -> None:
+@pytest.mark.parametrize("booted", [False, True])
+def test_the_removal_leaves_no_bridge_behind_a_stopped_switch(
+    host: Host, tree: Path, booted: bool
+) -> None:
+    """After a boot without the switch its bridge is in the database only."""
     establish()
     stop_switch(host)
+    if booted:
+        shutil.rmtree(tree / "sys/class/net/ovsbr0")
     failure = remove().failure
     assert failure is not None and failure.code == "switch_stopped"
     assert host.calls == []
