@@ -227,7 +227,7 @@ class Worker:
 
 
 def _lease(conn: Connection, **limits: Any) -> list[Task]:
-    migrations.refuse_newer(conn)
+    migrations.refuse_migration(conn)
     return leasing.lease(conn, **limits)
 
 
@@ -318,7 +318,7 @@ def prepare(
 ) -> RunSpec:
     """Resolve all variables and record that the run is about to start."""
     with transaction(engine) as conn:
-        migrations.refuse_newer(conn)
+        migrations.refuse_migration(conn)
         work = open_work(conn, settings, task)
         _require_wanted(queue.get(conn, task.id))
         # Start no run on a host without a valid certificate. Its result could not be trusted, so

@@ -33,6 +33,8 @@ def migrate(engine: sa.Engine, to: str = "head") -> str:
         if engine.dialect.name == "postgresql":
             conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         revision = _current(conn)
+        if revision is not None:
+            _lock_schema(conn, "EXCLUSIVE")
         if revision is not None and revision not in revisions():
             raise Problem(
                 "schema_outdated",
@@ -71,6 +73,22 @@ def refuse_newer(conn: sa.Connection) -> None:
             found=f"revision {revision}: a newer version has migrated the database",
             remedy="start the newer version on this machine too; this process ends",
         )
+
+
+def refuse_migration(conn: sa.Connection) -> None:
+    """`refuse_newer`, and no migration begins before the end of this transaction.
+
+    It must be the first lock of the transaction, as it is of a migration. It waits for a migration
+    that has begun. It is a lock of a table, because the gateway's role can hold advisory locks.
+    """
+    _lock_schema(conn, "ROW SHARE")
+    refuse_newer(conn)
+
+
+def _lock_schema(conn: sa.Connection, mode: str) -> None:
+    # The only writer of SQLite excludes all others. Readers wait for neither mode.
+    if conn.dialect.name == "postgresql":
+        conn.exec_driver_sql(f"LOCK TABLE {_TABLE.name} IN {mode} MODE")
 
 
 def _current(conn: sa.Connection) -> str | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
@@ -22,6 +26,9 @@ from reconciler.lifecycle import launch, slices
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeMode, Role
 from reconciler.records import allocations, claims, leasing, nodes, tokens
+from reconciler.settings import Settings
+from reconciler.work import worker
+from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import ADMIN, PostgresDatabase, Site
 
@@ -59,6 +66,47 @@ def test_one_history_and_the_whole_life(engine: sa.Engine, site: Site) -> None:
     with reading(engine) as conn:
         assert site.statuses(conn) == ["available", "available"]
         assert allocations.get(conn, allocation_id).state == "released"
+
+
+@pytest.mark.covers("CTRL-8")
+def test_no_task_begins_while_a_newer_version_migrates(
+    sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its change is not visible before its commit, and commits within a wait for a lock."""
+    changed, commit = Event(), Event()
+
+    def upgrade(config: Config, _to: str) -> None:
+        conn = config.attributes["connection"]
+        conn.exec_driver_sql("LOCK TABLE tasks")
+        conn.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+        changed.set()
+        assert commit.wait(30)
+
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        sold.allocate(conn)
+        sold.allocate(conn)
+        (task,) = leasing.lease(conn, "w")
+    settings, handler = Settings(state_dir=tmp_path), HANDLERS[task.kind]
+    monkeypatch.setattr(command, "upgrade", upgrade)
+    with ThreadPoolExecutor(3) as pool:
+        migration = pool.submit(migrate, sold.engine, "9999")
+        try:
+            assert changed.wait(30)
+            # Who only reads the revision does not wait.
+            assert migrations.current(sold.engine) == HEAD
+            waiting = [
+                pool.submit(worker.prepare, sold.engine, settings, handler, task, "r"),
+                pool.submit(retrying, sold.engine, partial(worker._lease, owner="w", limit=1)),
+            ]
+            done = wait(waiting, timeout=1).done
+            assert not [each.exception() for each in done]
+        finally:
+            commit.set()
+        for each in waiting:
+            with pytest.raises(Problem, match="schema_outdated"):
+                each.result()
+        migration.result()
 
 
 @pytest.mark.covers("ORCH-4")
