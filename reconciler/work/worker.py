@@ -143,8 +143,9 @@ class Worker:
                 self._let_go()
                 self._lease()
             except Problem as refusal:
-                # schema_outdated: the heartbeat ends this process.
-                log.error("no task is leased: %s", refusal)
+                # The heartbeat ends a process that meets a newer schema.
+                trace = refusal.code != "schema_outdated"
+                log.error("no task is leased: %s", refusal, exc_info=trace)
             except Exception:
                 # A short outage of the database must not end the only leasing loop.
                 log.exception("looking for work failed; trying again")

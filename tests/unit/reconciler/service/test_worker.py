@@ -108,6 +108,25 @@ def test_a_worker_of_an_older_version_leases_nothing(
     assert len(free(sold, worker)) == 1
 
 
+def test_a_problem_that_it_does_not_expect_is_logged_with_its_trace(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer schema ends the process soon, so only that one needs none."""
+    codes = iter(("schema_outdated", "not_found"))
+
+    def lease() -> None:
+        code = next(codes, None)
+        if code is None:
+            worker.cease()
+            return
+        worker._wake.set()
+        raise Problem(code, expected="", found="", remedy="")
+
+    monkeypatch.setattr(worker, "_lease", lease)
+    worker._run()
+    assert [bool(record.exc_info) for record in caplog.records] == [False, True]
+
+
 @pytest.mark.covers("CTRL-8", "I12")
 def test_hosts_that_hang_leave_a_place_to_a_project(
     sold: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
