@@ -118,7 +118,7 @@ class Client:
         """The server-sent events of a path, up to its event `end`.
 
         A connection that is lost, or closed before `end`, is opened again after the last event. The
-        last failure is raised when that fails repeatedly.
+        last failure is raised when that fails repeatedly without an event or a keep-alive between.
         """
         failures = 0
         while True:
@@ -133,7 +133,10 @@ class Client:
                         raise _refusal(response)
                     self._reached = True
                     for event in _parse_events(response.iter_lines()):
-                        after, failures = event.place, 0
+                        failures = 0
+                        if event is None:
+                            continue
+                        after = event.place
                         yield event
                         if event.name == "end":
                             return
@@ -316,8 +319,10 @@ def _is_away(refusal: Problem) -> bool:
     return refusal.code == "http_error" and refusal.status in _AWAY
 
 
-def _parse_events(lines: Iterator[str]) -> Iterator[Event]:
-    """Complete events of a stream; an event cut off by the end of the connection is dropped."""
+def _parse_events(lines: Iterator[str]) -> Iterator[Event | None]:
+    """Complete events of a stream, and None for a keep-alive. An event that is cut off by the end
+    of the connection is dropped.
+    """
     fields: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -327,3 +332,5 @@ def _parse_events(lines: Iterator[str]) -> Iterator[Event]:
             document = json.loads(fields["data"])
             yield Event(fields.get("event", "message"), fields.get("id", ""), document)
             fields = {}
+        elif line:
+            yield None

@@ -96,7 +96,7 @@ def test_a_reader_that_was_cut_off_misses_nothing_and_hears_nothing_twice(
     monkeypatch.setattr(time, "sleep", lambda _s: None)
     real, broken = client._parse_events, iter([1, 0])
 
-    def cut(lines: Iterator[str]) -> Iterator[Event]:
+    def cut(lines: Iterator[str]) -> Iterator[Event | None]:
         for event in real(lines):
             yield event
             if next(broken, None):

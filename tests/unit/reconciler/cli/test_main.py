@@ -273,6 +273,10 @@ def test_a_stream_survives_a_restart_behind_a_proxy(monkeypatch: pytest.MonkeyPa
     answers += [part("state"), *[away] * 16]
     with pytest.raises(Problem, match="status 502"):
         read()
+    # A proxy may limit the time of a request, and a task may have no news for longer.
+    quiet = httpx.Response(200, text=": nothing new\n\n", headers=part().headers)
+    answers[:] = [part("state"), *[quiet] * 20, part("end")]
+    assert (read(), answers) == (["state", "end"], [])
     answers[:] = [part("state"), httpx.Response(200, text="<h1>Log in</h1>")]
     with pytest.raises(Problem, match="http_error"):
         read()
