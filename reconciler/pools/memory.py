@@ -105,17 +105,19 @@ def make(parent: Group, worker_id: str, memory_bytes: int) -> str:
 def members(group: str) -> list[int]:
     """Ids of the processes in a worker's group; none when it is gone."""
     pids: list[int] = []
-    for folder, _folders, _files in os.walk(group, onerror=_unless_gone):
+    for folder, _folders, _files in os.walk(group, onerror=_unless_empty):
         try:
             pids += map(int, Path(folder, "cgroup.procs").read_text().split())
         except OSError as broken:
-            _unless_gone(broken)
+            _unless_empty(broken)
     return pids
 
 
-def _unless_gone(broken: OSError) -> None:
-    # ENODEV: the group was removed while the file was open.
-    if broken.errno not in (errno.ENOENT, errno.ENODEV):
+def _unless_empty(broken: OSError) -> None:
+    # ENODEV: the group was removed while the file was open. EOPNOTSUPP: code in a worker made a
+    # group of threads below it. The group above lists their processes; a worker's group cannot
+    # become one, because the memory controller is none of threads.
+    if broken.errno not in (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP):
         raise broken
 
 

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
@@ -617,6 +618,32 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
     assert started == "\n", "no other is started while the first hangs"
     memory._smi[0].kill()
     memory._smi[0].wait()
+
+
+def test_a_worker_with_a_group_of_threads_is_read_and_killed() -> None:
+    """Any code in a worker can make one."""
+    with ExitStack() as stack:
+        try:
+            unified = memory._mounts(Path("/proc/self"))["cgroup2"][1]
+            above = Path(mkdtemp(prefix="gpuaas-test-", dir=unified))
+        except (KeyError, OSError):
+            pytest.skip("no version 2 of control groups that this process may change")
+        group, inner = above / "worker", above / "worker/threads"
+        for path in (above, group, inner):
+            path.mkdir(exist_ok=True)
+            stack.callback(path.rmdir)
+        sleeper = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+        stack.callback(sleeper.kill)
+        (group / "cgroup.procs").write_text(str(sleeper.pid))
+        (inner / "cgroup.type").write_text("threaded")
+        assert memory.members(str(group)) == [sleeper.pid]
+        (inner / "cgroup.threads").write_text(str(sleeper.pid))
+        with pytest.raises(OSError, match="not supported"):
+            (inner / "cgroup.procs").read_text()
+        assert memory.members(str(group)) == [sleeper.pid]
+        memory.kill(str(group))
+        assert sleeper.wait(10) == -signal.SIGKILL
+        assert memory.members(str(group)) == []
 
 
 def test_a_worker_that_cannot_be_read_is_not_gone(
