@@ -14,8 +14,8 @@ Record = dict[str, Any]
 
 # Differences below this are ignored, with any spread.
 SAME_PERCENT = 1.0
-# Overlapping samples with a larger spread do not prove that there is no difference. A smaller
-# difference of a single sample, as of vLLM, does not prove one.
+# Overlapping samples with a larger spread do not prove that there is no difference. With a single
+# sample (vLLM), a difference below 10 % proves nothing.
 NOISY_PERCENT = 10.0
 
 # Loss of the prototype from bare metal to a slice VM with a GPU, in percent.

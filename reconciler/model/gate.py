@@ -289,8 +289,9 @@ _ELSEWHERE = frozenset(
 
 
 def fails_elsewhere(code: str) -> bool:
-    """Whether only the reconciler gives this code, for a failure that is not of the host. A host
-    that reports it would stay on sale, whatever it fails.
+    """Whether only the reconciler gives this code, for a failure that is not of the host.
+
+    A host could report such a code for every launch and would never be taken off sale.
     """
     return code in _ELSEWHERE or code.startswith(("awx_", "partition_", "ufm_"))
 

@@ -74,7 +74,10 @@ def start(
 
 def renew(conn: sa.Connection, secret: str, login: str, claims: dict[str, Any]) -> bool:
     """Give an open session of the same person the claims of a new login. Its pages, streams and
-    terminals go on. False: it is another's, or would last longer than a session may.
+    terminals go on.
+
+    Returns False for another person's session, and eight hours after its login, because the renewed
+    session would outlast twelve hours.
     """
     _require_unused(conn, login)
     query = sa.select(console_sessions).where(*_open(secret), console_sessions.c.login.is_not(None))

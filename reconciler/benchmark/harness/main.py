@@ -125,7 +125,7 @@ def within(seconds: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]
     died = False
     waiting = select.poll()
     waiting.register(receiver, select.POLLIN)
-    # Without a terminal sshd sends no signal when the person who captures has left.
+    # sshd sends no signal to a command without a terminal when the client disconnects.
     waiting.register(_OUTPUT, 0)
     try:
         ready = dict(waiting.poll(seconds * 1000))
