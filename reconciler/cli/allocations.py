@@ -339,7 +339,7 @@ def allocation_id(project: str, name: str) -> str:
     if len(ids) == 1:
         if not _ID.fullmatch(ids[0]):
             # It becomes a word of ssh's command line, and ssh would take it for an option.
-            raise taken_over("an id for the allocation", ids[0])
+            raise suspicious_answer("an id for the allocation", ids[0])
         return ids[0]
     raise Problem(
         "allocation_ambiguous" if ids else "allocation_not_found",
@@ -350,7 +350,7 @@ def allocation_id(project: str, name: str) -> str:
     )
 
 
-def taken_over(expected: str, found: object) -> Problem:
+def suspicious_answer(expected: str, found: object) -> Problem:
     """Problem `http_error` for an answer that must not become words or settings of a program."""
     return Problem(
         "http_error",

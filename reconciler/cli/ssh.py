@@ -12,7 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from reconciler.cli import output
-from reconciler.cli.allocations import Allocation, Project, allocation_id, public_key, taken_over
+from reconciler.cli.allocations import (
+    Allocation,
+    Project,
+    allocation_id,
+    public_key,
+    suspicious_answer,
+)
 from reconciler.cli.options import Reason, file_invalid
 from reconciler.cli.session import client
 from reconciler.model.errors import Problem
@@ -175,7 +181,7 @@ def _ssh(id: str, project: str, key: Path | None) -> list[str]:
 def _config(id: str, project: str, key: Path | None) -> str:
     document = client().get(f"/projects/{project}/allocations/{id}")
     if document["id"] != id:
-        raise taken_over(f"allocation {id}", document["id"])
+        raise suspicious_answer(f"allocation {id}", document["id"])
     known_hosts = _folder() / f"{id}.known_hosts"
     text = config(document, known_hosts, key)
     _write(known_hosts, document["connection"]["known_hosts"])
@@ -197,7 +203,7 @@ def config(document: dict[str, Any], known_hosts: Path, key: Path | None = None)
         # A line end in it would be a setting of its own, such as a command to run here.
         if not _WORD.fullmatch(word):
             expected = "ids, names, addresses and ports of letters, digits and `._:%-`"
-            raise taken_over(expected, word)
+            raise suspicious_answer(expected, word)
     mine = f'    IdentityFile "{key.absolute()}"\n    IdentitiesOnly yes\n' if key else ""
     machine = f"    User {connection['username']}\n{mine}"
     if document["capacity_shape"] != "gpu_slice" and not connection["known_hosts"]:
