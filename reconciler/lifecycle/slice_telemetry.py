@@ -21,6 +21,7 @@ from reconciler.db.schema import (
     nodes,
     telemetry_samples,
 )
+from reconciler.model.drift import SILENT_S
 from reconciler.model.slice_telemetry import Snapshot, is_silent
 from reconciler.model.states import AllocationState, CapacityShape, NodeState
 
@@ -29,8 +30,6 @@ RING = 24 * 60
 KEPT_S = RING * PERIOD_S
 # A sample counts as current for so many minutes: a host may miss some turns.
 CURRENT = 4
-# A guest is silent that shows no sign of life for so long.
-SILENT_S = 30 * PERIOD_S
 # State of a machine without power.
 _OFF = "shut off"
 # Kinds of packets that the guards of slices refuse. Kinds and numbers are a host's word: they

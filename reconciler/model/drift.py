@@ -23,12 +23,13 @@ JUDGED = (*IDLE_SLOTS, SlotState.ACTIVE)
 _DISK_USED = ("disk_in_use", "os_disk")
 # States of a machine whose CPUs run; libvirt calls some of those that wait for a device blocked.
 _RUNNING = ("running", "blocked")
-# A guest that no longer answers. Its tenant may have switched its telemetry off, so it is named and
-# nothing else.
-SILENT = "guest_silent"
+# A guest without a sign of life for so long. Its tenant may have switched its telemetry off, so it
+# is named and nothing else.
+SILENT, SILENT_S = "guest_silent", 1800.0
 _SILENT_GUEST = (
-    "for 30 minutes its guest has given no telemetry, sent no packet and written nothing; read the "
-    "machine's console log on the host, then the tenant or an operator may run `gpuaas reset`"
+    f"for {SILENT_S / 60:.0f} minutes its guest has given no telemetry, sent no packet and written "
+    "nothing; read the machine's console log on the host, then the tenant or an operator may run "
+    "`gpuaas reset`"
 )
 # Differences of a slot, or of the node, and the length of a text of the host in one. An honest host
 # has no more.
