@@ -214,8 +214,9 @@ class Job:
             time.sleep(min(_SLICE_S, self._pace.every))
 
     def _find(self) -> bool:
-        after, name = self._record.after, self._record.name
-        for job in self._client.every("/jobs/", id__gt=after, name=name, order_by="id"):
+        # Not by name: a job has the name that its template had at the launch.
+        query = {"id__gt": self._record.after, "job_template": self._record.template}
+        for job in self._client.every("/jobs/", **query, order_by="id"):
             if request.run_id(job) == self._paths.root.name:
                 self._save_job(job)
                 return True
@@ -251,13 +252,9 @@ class Job:
 
     def _require_sight(self) -> None:
         """RunError unless the list of jobs would show ours. AWX shows the jobs of a template to all
-        who may read it, and names them after it.
+        who may read it.
         """
-        path = f"/job_templates/{self._record.template}/"
-        name = self._client.get(path).get("name")
-        if name != self._record.name:
-            found = f"the name {scrub(str(name))[:100]} instead of {self._record.name}"
-            raise self._client.silent(f"GET {API}{path}", found)
+        self._client.get(f"/job_templates/{self._record.template}/")
 
     def _save_job(self, job: dict[str, Any], problem: str = "") -> None:
         number, run = job.get("id"), request.run_id(job)
@@ -311,7 +308,9 @@ class Job:
         if job.get("id") != self._record.job or not isinstance(job.get("limit"), str):
             raise self._client.silent(f"GET {API}{self._path}", "an answer without this job")
         run, name = request.run_id(job), job.get("name", self._record.name)
-        if run not in ("", self._paths.root.name) or name != self._record.name:
+        # A changed template drops our run's id, and a renamed template gives another name.
+        named = name == self._record.name or job.get("job_template") == self._record.template
+        if run != self._paths.root.name and (run or not named):
             found = f"the job of another run, {scrub(str(run or name))[:100]}"
             raise self._client.silent(f"GET {API}{self._path}", found)
         return job
