@@ -231,6 +231,9 @@ class Job:
             raise NotStarted("canceled" if self._canceled else "timeout", "never_began")
         if posted:
             self._require_sight()
+            # The search before may have had no sight.
+            if self._find():
+                return
         body = read_json(self._paths.env / "request.json")
         if body is None:
             raise FileNotFoundError(self._paths.env / "request.json")

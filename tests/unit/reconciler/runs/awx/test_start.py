@@ -230,6 +230,22 @@ def test_a_job_of_a_template_that_was_renamed_is_followed(
 
 
 @pytest.mark.covers("I13")
+def test_a_sight_that_is_regained_after_the_search_repeats_no_job(
+    awx: Controller, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require = job.Job._require_sight
+
+    def regain(followed: job.Job) -> None:
+        awx.change(hidden=[])
+        require(followed)
+
+    monkeypatch.setattr(job.Job, "_require_sight", regain)
+    awx.change(cut={LAUNCH: 1}, hidden=[1])
+    ended(play())
+    assert len(awx.jobs()) == 1
+
+
+@pytest.mark.covers("I13")
 @pytest.mark.parametrize("how", ["canceled", "late"])
 def test_a_run_that_ends_while_its_launch_is_unknown_is_lost(
     awx: Controller, prepared: RunPaths, play: Play, how: str
