@@ -255,9 +255,14 @@ class Job:
 
     def _require_sight(self) -> None:
         """RunError unless the list of jobs would show ours. AWX shows the jobs of a template to all
-        who may read it.
+        who may read it. A template that drops the variables makes jobs without a run id.
         """
-        self._client.get(f"/job_templates/{self._record.template}/")
+        path = f"/job_templates/{self._record.template}/"
+        template = self._client.get(path)
+        for name in ("ask_limit_on_launch", "ask_variables_on_launch"):
+            if template.get(name) is not True:
+                found = f"a template whose {name} is not true"
+                raise self._client.silent(f"GET {API}{path}", found)
 
     def _save_job(self, job: dict[str, Any], problem: str = "") -> None:
         number, run = job.get("id"), request.run_id(job)

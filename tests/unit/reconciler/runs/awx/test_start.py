@@ -246,6 +246,17 @@ def test_a_sight_that_is_regained_after_the_search_repeats_no_job(
 
 
 @pytest.mark.covers("I13")
+@pytest.mark.parametrize("field", ["ask_limit_on_launch", "ask_variables_on_launch"])
+def test_nothing_is_launched_again_from_a_template_that_drops_fields(
+    awx: Controller, play: Play, field: str
+) -> None:
+    """Its job may have no run id, by which it would be found."""
+    awx.begin(templates={field: False}, drop={LAUNCH: 1})
+    assert play(lambda: awx.record()["requests"].count(SEEN) == 2, quiet=0.2) is None
+    assert awx.record()["requests"].count(LAUNCH) == 1
+
+
+@pytest.mark.covers("I13")
 @pytest.mark.parametrize("how", ["canceled", "late"])
 def test_a_run_that_ends_while_its_launch_is_unknown_is_lost(
     awx: Controller, prepared: RunPaths, play: Play, how: str
