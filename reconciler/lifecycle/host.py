@@ -160,8 +160,8 @@ def bootstrapped(
 
 
 def _taken_out(conn: sa.Connection, id: str) -> StateChange | None:
-    """The drain or maintenance of a person, or the hold of an open BIOS job, that no person has
-    ended. A new installation does not end it.
+    """The drain or maintenance of a person, or the hold of an open BIOS job or of a lost run, that
+    no person has ended. A new installation does not end it.
     """
     events = ("drain", "maintain", "resume", "bootstrap")
     query = sa.select(history).where(

@@ -18,6 +18,7 @@ from jsonschema.validators import extend
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
+from reconciler.model.recovery import UNKNOWN_EFFECT
 from reconciler.model.storable import STORABLE, unstorable
 from reconciler.runs.spec import RunError
 from reconciler.shipped import PROJECT
@@ -69,7 +70,7 @@ def check_result(document: object) -> dict[str, Any]:
             field=field,
             expected=STORABLE,
             found="something else",
-            remedy="the effect on the host is unknown: verify the host before anything is freed",
+            remedy=UNKNOWN_EFFECT,
         )
     _check(INVALID, "result", document)
     return cast("dict[str, Any]", document)

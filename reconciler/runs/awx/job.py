@@ -518,7 +518,7 @@ def _is_document(line: bytes) -> bool:
 
 
 def _not_begun(status: str, problem: str) -> dict[str, Any]:
-    """The verdict on a run without any effect; a lost run may have begun after all."""
+    """The verdict on a run that did not begin. If it was lost, it may have begun."""
     lost = status == "lost"
     return {"status": status, "rc": None, "problem": problem, "touched": lost, "begun": lost}
 

@@ -146,7 +146,8 @@ class JobRecord:
 
     after: the newest job in AWX before our request; our job has a higher id. posted: a request
     was sent whose result may be unknown. job: its id, 0 while unknown. timed_out: the job was
-    cancelled because of its deadline. problem: why it was cancelled otherwise, "" if a person did.
+    canceled because of its deadline. problem: why this process canceled the job; empty if it did
+    not.
     """
 
     template: int
