@@ -33,8 +33,16 @@ from reconciler.records import nodes, queue, slots
 Guests = list[dict[str, Any]]
 
 # Keys in the evidence of a drain: the task whose BIOS job may still restart the host, and the boot
-# that a lost run may still end.
+# under which a lost run may still restart the host.
 _HELD, _HELD_BOOT = "open_bios_job", "boot_of_lost_run"
+_WHY_HELD = {
+    _HELD: "its BIOS job may still restart the host. Look at the BMC's job queue. Then plan and "
+    "apply the firmware settings again, or resume the node.",
+    _HELD_BOOT: "its lost run may still restart the host. Cancel the run's job in AWX. Then "
+    "restart the host, or resume the node.",
+}
+# Keys in the evidence of a drain that no person has made.
+_OURS = {host.DRAINED, *_WHY_HELD}
 _REACHABLE = (NodeState.BOOTSTRAPPING, NodeState.READY, NodeState.DRAINING, NodeState.MAINTENANCE)
 
 
@@ -112,6 +120,14 @@ def restarted(conn: sa.Connection, task: Task, act: Act) -> str:
     return bring_back(conn, task, act)
 
 
+def firmware_changed(conn: sa.Connection, task: Task, act: Act) -> str:
+    """Record that the BIOS job has restarted the host and is over; returns as `bring_back`."""
+    node = rows.get(conn, Node, task.node_id, lock=True)
+    if _HELD in _last_drain(conn, node):
+        journal.remark(conn, "node", node, _by_maintenance(task.kind, act), "drain")
+    return restarted(conn, task, act)
+
+
 def bring_back(conn: sa.Connection, task: Task, act: Act) -> str:
     """Queue what proves the host again; returns the id of the first task, "" for a node that was
     retired meanwhile. A pass takes a node back that maintenance has drained.
@@ -128,33 +144,27 @@ def hold(conn: sa.Connection, task: Task, act: Act) -> None:
     """Keep a node drained after its proof, because a BIOS job of the task, or its lost run, may
     restart the host later.
 
-    It ends when a firmware change follows the job to its end, when the host has another boot, which
-    a lost run never ends, or when a person resumes the node.
+    A firmware change that follows the job to its end ends the hold. So does a person who resumes
+    the node. A lost run restarts the host only under the boot it was started for, so another boot
+    ends the hold.
     """
     node = rows.get(conn, Node, task.node_id, lock=True)
-    if task.kind == TaskKind.NODE_FIRMWARE:
-        why = act.because(
-            "its BIOS job may still restart the host: look at the BMC's job queue, then plan and "
-            "apply the firmware settings again, or resume the node",
-            {_HELD: task.id},
-        )
-    else:
-        why = act.because(
-            "its lost run may still restart the host: end it, in AWX its job, then restart the "
-            "host or resume the node",
-            {_HELD_BOOT: task.parameters["boot_id"]},
-        )
+    firmware_task = task.kind == TaskKind.NODE_FIRMWARE
+    holds = {_HELD: task.id} if firmware_task else {_HELD_BOOT: task.parameters["boot_id"]}
+    drain = {} if node.state == NodeState.READY else _last_drain(conn, node)
+    # Each hold lasts until its own end.
+    holds = {key: drain[key] for key in _WHY_HELD if key in drain} | holds
+    why = act.because(" ".join(_WHY_HELD[key] for key in holds), holds)
     if node.state == NodeState.READY:
         host.drain(conn, node.id, why)
-    elif host.DRAINED in _last_drain(conn, node):
+    elif _OURS & drain.keys():
         journal.remark(conn, "node", node, why, "drain")
 
 
 def drain(conn: sa.Connection, id: str, act: Act) -> Node:
     """Stop accepting new work. A node that maintenance has drained stays so after its proof."""
     node = rows.get(conn, Node, id, lock=True)
-    ours = {host.DRAINED, _HELD, _HELD_BOOT}
-    if node.state != NodeState.DRAINING or not ours & _last_drain(conn, node).keys():
+    if node.state != NodeState.DRAINING or not _OURS & _last_drain(conn, node).keys():
         return host.drain(conn, id, act)
     journal.remark(conn, "node", node, act, "drain")
     journal.audit(conn, act, "admin.node.drain", "node", id)
@@ -174,7 +184,9 @@ def awaits_proof(conn: sa.Connection, node: Node) -> bool:
     if node.state != NodeState.DRAINING or _open(conn, node.id):
         return False
     drain = _last_drain(conn, node)
-    return host.DRAINED in drain or drain.get(_HELD_BOOT, node.boot_id) != node.boot_id
+    # An unknown boot is no other boot.
+    restarted = bool(node.boot_id) and drain.get(_HELD_BOOT, node.boot_id) != node.boot_id
+    return host.DRAINED in drain or (restarted and _HELD not in drain)
 
 
 def _last_drain(conn: sa.Connection, node: Node) -> dict[str, Any]:
@@ -192,6 +204,10 @@ def finish(conn: sa.Connection, node_id: str, act: Act) -> bool:
     if over:
         host.resume(conn, node_id, act.because("proven again after maintenance"))
     return over
+
+
+def _by_maintenance(kind: str, act: Act) -> Act:
+    return act.because(act.reason, {**act.evidence, host.DRAINED: kind})
 
 
 def _begin(
@@ -213,13 +229,8 @@ def _begin(
             found="the host has restarted, or may have, since its last discovery",
             remedy=f"run `gpuaas nodes discover {node.id}`, then try again",
         )
-    if _sells_slices(conn, node):
-        why = act.because(act.reason, {**act.evidence, host.DRAINED: kind.value})
-        if node.state == NodeState.READY:
-            host.drain(conn, node.id, why)
-        elif kind == TaskKind.NODE_FIRMWARE and _HELD in _last_drain(conn, node):
-            # A drain that was a person's has no such evidence.
-            journal.remark(conn, "node", node, why, "drain")
+    if node.state == NodeState.READY and _sells_slices(conn, node):
+        host.drain(conn, node.id, _by_maintenance(kind.value, act))
     journal.audit(conn, act, f"admin.{kind}", "node", node.id, detail=detail)
     return queue.add(conn, queue.Enqueue(kind, node.id, parameters=parameters), act)
 

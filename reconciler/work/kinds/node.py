@@ -236,7 +236,7 @@ def firmware_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         plan = firmware.approvable(evidence["bios"].get("differences") or [])
         return {**evidence, "digest": plan.get("digest", "")}
     act = work.act.because("its firmware settings were changed")
-    first = maintenance.restarted(work.conn, work.task, act)
+    first = maintenance.firmware_changed(work.conn, work.task, act)
     return {**evidence, "next_task_id": first}
 
 

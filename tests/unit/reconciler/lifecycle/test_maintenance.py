@@ -443,6 +443,61 @@ def test_a_restart_ends_no_job_of_its_bmc(sold: Site, settings: Settings) -> Non
         assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
 
 
+def lose_reboot(conn: sa.Connection, settings: Settings, node_id: str) -> None:
+    """A restart is lost, and its run may go on."""
+    maintenance.request_reboot(conn, node_id, ADMIN, allocations=[])
+    task = begin(conn, settings, REBOOT).task
+    error = {"code": queue.DEADLINE_PASSED, "expected": "", "found": "", "remedy": ""}
+    task_failures.lose(conn, replace(task, error=error), ADMIN)
+
+
+@pytest.mark.covers("I13")
+@pytest.mark.parametrize("first", [REBOOT, FIRMWARE])
+def test_a_host_that_a_lost_run_and_its_bmc_may_restart_is_held_for_both(
+    sold: Site, settings: Settings, first: TaskKind
+) -> None:
+    with transaction(sold.engine) as conn:
+        boot_id = nodes.get(conn, "n1").boot_id
+        for kind in (first, FIRMWARE if first == REBOOT else REBOOT):
+            if kind == REBOOT:
+                lose_reboot(conn, settings, "n1")
+            else:
+                apply(conn, planned(conn, settings, PLAN))
+                lost = begin(conn, settings, FIRMWARE)
+                fail(lost, "run_lost", {"bios": {}}, known=False)
+            assert not prove(conn, sold, settings, boot_id)["resumed"]
+        why = list(journal.history_of(conn, "node", "n1"))[-1].reason
+        assert "BIOS job" in why and "lost run" in why
+        host.restarted(conn, "n1", ADMIN, since=boot_id)
+        host.reverify(conn, nodes.get(conn, "n1"), ADMIN)
+        assert not prove(conn, sold, settings, NEW_BOOT)["resumed"], "the BIOS job is open"
+        # A change that its host refuses ends no job.
+        apply(conn, planned(conn, settings, OPEN))
+        fail(begin(conn, settings, FIRMWARE), "job_in_queue", {"bios": {}})
+        assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
+        apply(conn, planned(conn, settings, OPEN))
+        succeed(begin(conn, settings, FIRMWARE), {"bios": {"settled": True}, "preflight": {}})
+        assert prove(conn, sold, settings, boot_id)["resumed"]
+
+
+@pytest.mark.covers("I13")
+def test_a_second_lost_restart_before_the_proof_holds_under_its_own_boot(
+    sold: Site, settings: Settings
+) -> None:
+    with transaction(sold.engine) as conn:
+        boot_id = nodes.get(conn, "n1").boot_id
+        lose_reboot(conn, settings, "n1")
+        assert not prove(conn, sold, settings, boot_id)["resumed"]
+        host.restarted(conn, "n1", ADMIN, since=boot_id)
+        node = nodes.get(conn, "n1")
+        assert not maintenance.awaits_proof(conn, node), "an unknown boot is no other boot"
+        document = sold.document(0)
+        document["identity"] |= {"boot_id": NEW_BOOT}
+        host.record_discovery(conn, "n1", document, ADMIN)
+        lose_reboot(conn, settings, "n1")
+        assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
+
+
 def test_a_whole_machine_that_its_bmc_may_still_restart_is_not_given_away(
     site: Site, settings: Settings
 ) -> None:
