@@ -206,6 +206,12 @@ def finish(conn: sa.Connection, node_id: str, act: Act) -> bool:
     return over
 
 
+def discovered(conn: sa.Connection, node_id: str, act: Act) -> None:
+    """Take a node that sells no slices back from maintenance, because it gets no parity check."""
+    if not _sells_slices(conn, nodes.get(conn, node_id)):
+        finish(conn, node_id, act)
+
+
 def _by_maintenance(kind: str, act: Act) -> Act:
     return act.because(act.reason, {**act.evidence, host.DRAINED: kind})
 

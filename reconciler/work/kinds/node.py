@@ -91,6 +91,7 @@ def discover_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
         host.bootstrapped(work.conn, work.node.id, act, identity=identity, began=began)
     # Reopen the gate of slots that an earlier discovery closed and this discovery shows healthy.
     slot_gate.open_gate(work.conn, work.task.node_id, work.act.because("seen without blockers"))
+    maintenance.discovered(work.conn, work.task.node_id, work.act)
     return {"candidate_summary": document["candidate_summary"]}
 
 

@@ -498,6 +498,26 @@ def test_a_second_lost_restart_before_the_proof_holds_under_its_own_boot(
         assert not prove(conn, sold, settings, NEW_BOOT)["resumed"]
 
 
+@pytest.mark.covers("I13")
+def test_a_whole_machine_that_a_lost_run_may_restart_comes_back_with_its_next_boot(
+    site: Site, settings: Settings
+) -> None:
+    """Discovery is the whole of its proof."""
+    machines = Machines(site)
+    machines.machine(profile="lab")
+    with transaction(site.engine) as conn:
+        lose_reboot(conn, settings, "m1")
+        document = site.document(1)
+        document["identity"] |= machines.installed.get("m1", {})
+        succeed(begin(conn, settings, DISCOVER), {"discovery": document})
+        assert nodes.get(conn, "m1").state == NodeState.DRAINING
+        host.restarted(conn, "m1", ADMIN, since=nodes.get(conn, "m1").boot_id)
+        host.reverify(conn, nodes.get(conn, "m1"), ADMIN)
+        document["identity"] |= {"boot_id": NEW_BOOT}
+        succeed(begin(conn, settings, DISCOVER), {"discovery": document})
+        assert nodes.get(conn, "m1").state == NodeState.READY
+
+
 def test_a_whole_machine_that_its_bmc_may_still_restart_is_not_given_away(
     site: Site, settings: Settings
 ) -> None:
@@ -508,5 +528,13 @@ def test_a_whole_machine_that_its_bmc_may_still_restart_is_not_given_away(
         digest = succeed(begin(conn, settings, FIRMWARE), {"bios": PLAN})["digest"]
         maintenance.request_firmware(conn, "m1", ADMIN, digest=digest, acknowledged_jobs=[])
         fail(begin(conn, settings, FIRMWARE), "run_lost", {}, known=False)
-        machines.discover(conn, "m1", 1)
+        document = site.document(1)
+        document["identity"] |= machines.installed.get("m1", {})
+        succeed(begin(conn, settings, DISCOVER), {"discovery": document})
         assert nodes.get(conn, "m1").state == NodeState.DRAINING
+        queue.enqueue(conn, queue.Enqueue(FIRMWARE, "m1"), ADMIN)
+        digest = succeed(begin(conn, settings, FIRMWARE), {"bios": OPEN})["digest"]
+        maintenance.request_firmware(conn, "m1", ADMIN, digest=digest, acknowledged_jobs=[])
+        succeed(begin(conn, settings, FIRMWARE), {"bios": {"settled": True}, "preflight": {}})
+        succeed(begin(conn, settings, DISCOVER), {"discovery": document})
+        assert nodes.get(conn, "m1").state == NodeState.READY
