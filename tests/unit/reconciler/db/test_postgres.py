@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -95,7 +95,7 @@ def test_no_task_begins_while_a_newer_version_migrates(
             assert changed.wait(30)
             # Who only reads the revision does not wait.
             assert migrations.current(sold.engine) == HEAD
-            waiting = [
+            waiting: list[Future[Any]] = [
                 pool.submit(worker.prepare, sold.engine, settings, handler, task, "r"),
                 pool.submit(retrying, sold.engine, partial(worker._lease, owner="w", limit=1)),
             ]
