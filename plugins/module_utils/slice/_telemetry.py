@@ -185,7 +185,8 @@ def _differing(settings: Mapping[str, Any], problems: list[str]) -> list[str]:
 def _is_recorded(settings_path: str) -> bool:
     """Whether a guardian has its settings: a file that a power cut has emptied is there, too."""
     with contextlib.suppress(Refusal):
-        return bool(_boot_service.settings(settings_path))
+        _boot_service.settings(settings_path)
+        return True
     return False
 
 

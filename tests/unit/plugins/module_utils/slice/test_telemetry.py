@@ -254,6 +254,9 @@ def test_what_only_drift_detection_repairs_is_named(host: Path, script: Script) 
     assert differs() == ["guardian_stopped", "network_file"]
     active.append(_boot_units.FABRIC.service)
     assert differs() == ["network_file"]
+    # As a loss of power may leave them.
+    _host.write(_boot_units.FABRIC.settings_path, "")
+    assert differs() == ["network_file"]
     _host.write(_boot_units.FABRIC.settings_path, "{}")
     assert differs() == []
     network.clear()
