@@ -68,8 +68,8 @@ def judge(path: str = "", text: str = "") -> Judgement:
         if tried.rc:
             output = (tried.err.strip() or tried.out.strip() or "no output").replace(root, "")
             return Judgement(output[-2000:], ())
-        folders = [folder for name in _GENERATED if (folder := Path(root, name)).is_dir()]
-        made = [file for folder in folders for file in sorted(folder.iterdir())]
+        written = [there for name in _GENERATED if (there := Path(root, name)).is_dir()]
+        made = [file for there in written for file in sorted(there.iterdir())]
         texts = [file.read_text(errors="replace") for file in made if file.name.endswith(_ENDS)]
         return Judgement("", tuple(_link(text) for text in texts))
 
