@@ -215,6 +215,10 @@ def test_folders_go_through_it(world: World) -> None:
     assert (got / "large").read_bytes() == (sent / "large").read_bytes()
 
 
+def _connects(tunnel: socket.socket, path: Path) -> bool:
+    return tunnel.connect_ex(str(path)) == 0
+
+
 def test_ports_of_the_guest(world: World) -> None:
     """As an editor uses them: one session, several connections at once, each way at its pace."""
     content, here = bytes(range(256)) * 4096, world.tree / "here"
@@ -225,13 +229,11 @@ def test_ports_of_the_guest(world: World) -> None:
         line = world.ssh()
         client = opened.enter_context(subprocess.Popen([*line[:-1], *forward, line[-1]]))
         opened.callback(client.kill)
-        until(here.exists, 60)
-        tunnels = []
-        for _ in range(3):
-            tunnel = opened.enter_context(socket.socket(socket.AF_UNIX))
+        tunnels = [opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+        for tunnel in tunnels:
             tunnel.settimeout(60)
-            tunnel.connect(str(here))
-            tunnels.append(tunnel)
+            # The client makes the socket's file a moment before it listens.
+            until(partial(_connects, tunnel, here), 60)
         for tunnel in tunnels:
             tunnel.sendall(content)
             tunnel.shutdown(socket.SHUT_WR)
