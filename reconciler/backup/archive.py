@@ -32,8 +32,8 @@ from reconciler.backup import refuse_unfinished_restore, take
 from reconciler.db import migrations, postgresql
 from reconciler.db.engine import open_existing
 from reconciler.db.settings import AUTHORITIES
+from reconciler.durable import place
 from reconciler.model.errors import Problem
-from reconciler.runs.paths import sync_directory
 from reconciler.settings import PREFIX, Settings, config_file
 from reconciler.trust.ca import GATEWAY, Trust, authorities
 
@@ -111,8 +111,7 @@ def write(settings: Settings, file: Path) -> dict[str, Any]:
             for key in keys:
                 tar.add(key, f"{TRUST}{key.name}")
         # Renamed when complete, so that a file with this name is a whole backup.
-        fresh.rename(file)
-        sync_directory(file.parent)
+        place(fresh, file)
     return manifest
 
 
@@ -261,10 +260,7 @@ def put_back_database(engine: Engine, file: Path) -> str:
     fresh = target.with_name(f".{target.name}.restored")
     fresh.touch(mode=0o600)
     shutil.copyfile(file, fresh)
-    with fresh.open("rb") as handle:
-        os.fsync(handle.fileno())
-    fresh.rename(target)
-    sync_directory(target.parent)
+    place(fresh, target)
     return ""
 
 

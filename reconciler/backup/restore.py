@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.backup import MARK, archive, backup_in_progress, locked
 from reconciler.db import clock, migrations
 from reconciler.db.engine import open_engine, transaction
+from reconciler.durable import place, write_text
 from reconciler.lifecycle import restore as restored
 from reconciler.lifecycle import task_failures
 from reconciler.model.act import Act
@@ -28,7 +29,6 @@ from reconciler.model.errors import Problem
 from reconciler.model.recovery import UNKNOWN_EFFECT
 from reconciler.model.states import TaskState
 from reconciler.records import certificates, queue, tokens, usage
-from reconciler.runs.paths import sync_directory, write_text
 from reconciler.settings import Settings
 
 _WORK_PREFIX = ".restore-"
@@ -204,5 +204,4 @@ def _put_keys(source: Path, fresh: Path, trust: Path) -> None:
     fresh.mkdir(mode=0o700)
     for key in sorted(source.iterdir()):
         write_text(fresh / key.name, key.read_text())
-    fresh.rename(trust)
-    sync_directory(trust.parent)
+    place(fresh, trust)

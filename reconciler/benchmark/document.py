@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from reconciler.durable import write_text
 from reconciler.model.errors import Problem
-from reconciler.runs.paths import write_text
 from reconciler.shipped import PROJECT
 
 SCHEMA = PROJECT / "contracts" / "benchmark.schema.json"

@@ -19,8 +19,8 @@ import typer
 from reconciler.cli import nodes, output, slots, tasks
 from reconciler.cli.options import Reason, confirm
 from reconciler.cli.session import client
+from reconciler.durable import write_text
 from reconciler.model.errors import Problem
-from reconciler.runs.paths import write_text
 
 Record = dict[str, Any]
 

@@ -139,7 +139,7 @@ def _print(issued: dict[str, Any]) -> None:
 
 def _save(secret: str, file: Path) -> None:
     """Save a token in a file that only its owner can read."""
-    from reconciler.runs.paths import write_text
+    from reconciler.durable import write_text
 
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_text(file, secret + "\n")

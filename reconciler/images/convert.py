@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, cast
 
+from reconciler.durable import place, sync
 from reconciler.images import bounds, oci
 from reconciler.model.errors import Problem
 
@@ -240,17 +241,16 @@ def _place(raw: Path, folder: Path, digest: str, compression: Compression) -> Co
             raise bounds.no_room(folder, expected, f"zstd: exit {done.returncode}: {text}")
         raw, file = packed, file.with_suffix(".raw.zst")
     raw.chmod(0o644)
-    with raw.open("rb") as stream:
-        os.fsync(stream.fileno())
-    with _one_import(folder) as descriptor:
+    # Before the lock, because it takes long.
+    sync(raw)
+    with _one_import(folder):
         new = not file.exists()
         if not new and _content(file, size) == digest:
             # From now on the import that placed it does not remove it. It may be another user's.
             with contextlib.suppress(PermissionError):
                 os.utime(file)
         else:
-            raw.replace(file)
-            os.fsync(descriptor)
+            place(raw, file)
         return Converted(file, digest, size, new, _identity(file))
 
 
@@ -272,16 +272,14 @@ def _content(file: Path, size: int) -> str:
 
 
 @contextmanager
-def _one_import(folder: Path) -> Iterator[int]:
-    """Keep other imports from placing and removing files in the meantime. Yields the descriptor of
-    the folder.
-    """
+def _one_import(folder: Path) -> Iterator[None]:
+    """Keep other imports from placing and removing files in the meantime."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # A network file system may have no such locks.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)
 

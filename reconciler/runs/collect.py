@@ -13,10 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from reconciler.durable import write_text
 from reconciler.model.storable import unstorable
 from reconciler.runs import lock, ssh
 from reconciler.runs.launch import resume
-from reconciler.runs.paths import RunPaths, read_json, write_text
+from reconciler.runs.paths import RunPaths, read_json
 from reconciler.runs.spec import RunError
 
 # The problem of a run whose folder was deleted while it was alive.

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from reconciler.durable import sync, write_text
 from reconciler.runs import contract, lock, ssh
 from reconciler.runs.awx.client import AwxAccess
 from reconciler.runs.awx.request import prepare as prepare_awx
@@ -28,9 +29,7 @@ from reconciler.runs.paths import (
     read_json,
     run_directory,
     socket_directory,
-    sync_directory,
     write_json,
-    write_text,
 )
 from reconciler.runs.spec import PYTHON, LauncherAway, RunError, RunSpec, SpecError
 
@@ -87,7 +86,7 @@ def _launch(site: Site, spec: RunSpec) -> Path:
     paths = RunPaths(run_directory(site.state_dir, spec.run_id))
     paths.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths.root.mkdir(mode=0o700, exist_ok=True)
-    sync_directory(paths.root.parent)
+    sync(paths.root.parent)
     with lock.attempt(paths.lock) as descriptor:
         _refuse_another_meaning(paths, spec)
         if descriptor is None or paths.process.exists() or paths.outcome.exists():

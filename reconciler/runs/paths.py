@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from reconciler.durable import sync, write_text
 from reconciler.runs.spec import RunError
 
 # A Unix socket's path may have 107 bytes; the name of a socket (%C) adds 41 and ssh 17.
@@ -119,7 +120,7 @@ def _made_once(state_dir: Path, name: str, text: str) -> str:
         try:
             # Unlike a rename, a link never replaces the file of another process.
             path.hardlink_to(fresh)
-            sync_directory(folder)
+            sync(folder)
         except FileExistsError:
             pass
         finally:
@@ -144,29 +145,6 @@ def socket_directory(state_dir: Path, node_id: str) -> Path:
         raise PermissionError(f"{directory.parent} is open to others; remove it")
     directory.mkdir(mode=0o700, exist_ok=True)
     return directory
-
-
-def write_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file atomically and durably. A crash leaves the old file or the new file, and a
-    loss of power after this call the new file.
-    """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-        os.fchmod(descriptor, mode)
-        handle.write(text)
-        handle.flush()
-        os.fsync(descriptor)
-    Path(name).replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a folder durable: without this, a loss of power may undo a rename."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, document: object) -> None:

@@ -9,7 +9,6 @@ its own.
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import secrets
 import tempfile
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from reconciler.durable import place, write_text
 from reconciler.trust.certificates import (
     CertificateInfo,
     Signature,
@@ -141,7 +141,7 @@ def _identity(trust: Trust, key: Path, principal: str, valid_s: int) -> Identity
             serial=secrets.randbits(63),
             host=False,
         )
-        _write(path, certify(trust.user_authority, _public(key), signature) + "\n")
+        write_text(path, certify(trust.user_authority, _public(key), signature) + "\n")
     return identity
 
 
@@ -162,7 +162,7 @@ def clock_identity(trust: Trust) -> Identity:
     path = trust.directory / "clock-cert.pub"
     with _locked(trust):
         line = certify_clock(trust.user_authority, _public(trust.operator), OPERATOR)
-        _write(path, line + "\n")
+        write_text(path, line + "\n")
     return Identity(trust.operator, path, known_hosts(trust))
 
 
@@ -236,8 +236,8 @@ def replace_gateway_ca(trust: Trust, record: Callable[[str], None]) -> None:
         key = Path(folder) / GATEWAY
         new_key(key, "gpuaas gateway authority")
         record(_public(key))
-        _place(key, trust.gateway_authority)
-        _place(_public_path(key), _public_path(trust.gateway_authority))
+        place(key, trust.gateway_authority)
+        place(_public_path(key), _public_path(trust.gateway_authority))
 
 
 def keep_gateway_ca(trust: Trust, recorded: str, *, replace: bool = False) -> None:
@@ -250,7 +250,7 @@ def keep_gateway_ca(trust: Trust, recorded: str, *, replace: bool = False) -> No
             trust.gateway_authority.unlink(missing_ok=True)
             public.unlink()
         if not public.exists():
-            _write(public, f"{recorded}\n")
+            write_text(public, f"{recorded}\n")
 
 
 def gateway_folder(state_dir: Path) -> Path:
@@ -268,9 +268,9 @@ def export_gateway(trust: Trust, folder: Path) -> None:
     folder.chmod(0o700)
     with _locked(gateway):
         for key in (trust.host_authority, trust.gateway_authority):
-            _write(folder / f"{key.name}.pub", f"{_public(key)}\n")
+            write_text(folder / f"{key.name}.pub", f"{_public(key)}\n")
         _write_known_hosts(gateway, sorted({*_revoked(trust), *_revoked(gateway)}))
-        _write(gateway.gateway_authority, trust.gateway_authority.read_text())
+        write_text(gateway.gateway_authority, trust.gateway_authority.read_text())
 
 
 def open_gateway(state_dir: Path) -> Trust:
@@ -353,7 +353,7 @@ def _write_known_hosts(trust: Trust, revoked: Sequence[str]) -> None:
     lines += [f"@revoked * {key}" for key in revoked]
     path, text = known_hosts(trust), "".join(f"{line}\n" for line in lines)
     if not path.exists() or path.read_text() != text:
-        _write(path, text)
+        write_text(path, text)
 
 
 def _ensure_key(path: Path, comment: str, *, public_last: bool = False) -> None:
@@ -368,29 +368,7 @@ def _ensure_key(path: Path, comment: str, *, public_last: bool = False) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
         new_key(Path(folder) / path.name, comment)
         for file in pair:
-            _place(Path(folder) / file.name, file)
-
-
-def _write(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w") as handle:
-        handle.write(text)
-    _place(Path(name), path)
-
-
-def _place(file: Path, path: Path) -> None:
-    """Move a file to its place. A power cut leaves what was there, or the whole new file."""
-    _sync(file)
-    file.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            place(Path(folder) / file.name, file)
 
 
 @contextmanager

@@ -417,11 +417,11 @@ def test_database_and_keys_are_durable_before_a_restore_counts_as_complete(
     before.engine.dispose()
     after = settled(tmp_path / "after")
     calls: list[str] = []
-    rename, fsync, unlink = Path.rename, os.fsync, Path.unlink
+    replace, fsync, unlink = Path.replace, os.fsync, Path.unlink
 
     def renaming(path: Path, target: Path) -> Path:
         calls.append(f"rename {target.name}")
-        return rename(path, target)
+        return replace(path, target)
 
     def syncing(descriptor: int) -> None:
         fsync(descriptor)
@@ -432,7 +432,7 @@ def test_database_and_keys_are_durable_before_a_restore_counts_as_complete(
         calls.append(f"remove {path.name}")
         unlink(path, missing_ok)
 
-    monkeypatch.setattr(Path, "rename", renaming)
+    monkeypatch.setattr(Path, "replace", renaming)
     monkeypatch.setattr(os, "fsync", syncing)
     monkeypatch.setattr(Path, "unlink", unlinking)
     restore(after, file)
