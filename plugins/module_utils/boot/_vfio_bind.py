@@ -169,7 +169,9 @@ def _missing(params: Params, state: State) -> list[str]:
 
 def _plan(params: Params, state: State, dead: Sequence[str]) -> _change.Plan:
     bind, release = to_bind(params, state), to_release(params, state)
-    refusals = [_refusal(a, params, state, set(bind)) for a in bind if a not in dead]
+    unfit = {a: _refusal(a, params, state, set(bind)) for a in bind}
+    doubts = [refusal for a in dead if (refusal := unfit[a])]
+    refusals = [refusal for a, refusal in unfit.items() if a not in dead]
     refusals += [_busy(a, state) for a in release if _is_ours(state.devices.get(a))]
     refusals += [_is_leased(a, state.leased[a]) for a in release if a in state.leased]
     blockers = [refusal for refusal in refusals if refusal is not None]
@@ -178,7 +180,7 @@ def _plan(params: Params, state: State, dead: Sequence[str]) -> _change.Plan:
     steps = [_binding(state.devices[a]) for a in bind if a in state.devices and a not in dead]
     steps += [_release(state.devices[a]) for a in release if a in state.devices]
     open_steps = tuple(step for step in steps if step.before != step.after)
-    return _change.Plan(open_steps, tuple(blockers), tuple(_is_missing(a) for a in dead))
+    return _change.Plan(open_steps, tuple(blockers), tuple(doubts))
 
 
 def apply(_params: Params, step: _change.Step) -> dict[str, Any]:
@@ -222,16 +224,12 @@ def facts(params: Params, state: State) -> dict[str, Any]:
 
 
 # A boot service left by an earlier slice host must take no device from a whole-machine tenant.
-LIVE = _tenancy.guarded(
-    _change.Subject(observe, plan, apply, facts), lambda _params, planned: bool(planned.steps)
-)
-_OTHERS = _tenancy.guarded(
-    _change.Subject(observe, _plan_others, apply, facts),
-    lambda _params, planned: bool(planned.steps),
-)
-_PRESENT = _tenancy.guarded(
-    _change.Subject(observe, _plan_present, apply, facts),
-    lambda _params, planned: bool(planned.steps),
+LIVE, _OTHERS, _PRESENT = (
+    _tenancy.guarded(
+        _change.Subject(observe, planning, apply, facts),
+        lambda _params, planned: bool(planned.steps),
+    )
+    for planning in (plan, _plan_others, _plan_present)
 )
 
 

@@ -372,16 +372,14 @@ def _files(_facts: Facts) -> Iterator[Item]:
     """Every unit, `enable` link or program under this collection's names, whatever wrote it."""
     units, hooks = _boot_files.UNITS, str(PurePosixPath(_boot_files.HOOK).parent)
     links = [f"{units}/{name}" for name in _host.matching(units, "*.wants")]
-    places: dict[str, tuple[str, ...]] = {
-        units: (units, *links),
+    for place, pattern, *more in (
+        (units, "gpuaas-slice-*", *links),
         # Files that `systemctl set-property` adds.
-        f"{units}.control": (f"{units}.control",),
-        _boot_files.PROGRAMS: (_boot_files.PROGRAMS,),
-        hooks: (hooks,),
-    }
-    for place, folders in places.items():
-        pattern = "gpuaas-slice*" if place == hooks else "gpuaas-slice-*"
-        left = [name for folder in folders for name in _host.matching(folder, pattern)]
+        (f"{units}.control", "gpuaas-slice-*"),
+        (_boot_files.PROGRAMS, "gpuaas-slice-*"),
+        (hooks, "gpuaas-slice*"),
+    ):
+        left = [name for folder in (place, *more) for name in _host.matching(folder, pattern)]
         yield _none("boot_services", f"{place}/gpuaas-slice-*", sorted(left))
     yield _gone("boot_services", _boot_files.LIBRARY)
     yield _gone("boot_services", _boot_files.RECORD)

@@ -165,7 +165,6 @@ def _edu_computes(name: str, words: memoryview) -> None:
 
 def _edu_remembers(name: str, words: memoryview, longs: memoryview) -> None:
     """Copy a pattern into both halves of the buffer and back, then zeros."""
-    lower, upper = _EDU_BUFFER, _EDU_BUFFER + _EDU_SAMPLE
 
     def copy(source: int, target: int, command: int = 0) -> None:
         longs[_EDU_SOURCE // 8], longs[_EDU_TARGET // 8] = source, target
@@ -175,7 +174,7 @@ def _edu_remembers(name: str, words: memoryview, longs: memoryview) -> None:
 
     with mmap.mmap(-1, _EDU_BYTES) as page:
         base, pattern = _physical_address(page), os.urandom(_EDU_SAMPLE)
-        for half in (lower, upper):
+        for half in (_EDU_BUFFER, _EDU_BUFFER + _EDU_SAMPLE):
             page[:_EDU_SAMPLE] = pattern
             copy(base, half)
             copy(half, base + _EDU_SAMPLE, _EDU_TO_MEMORY)
