@@ -17,9 +17,10 @@ from reconciler.model.bundle import Bundle
 from reconciler.model.discovery import Blocker
 from reconciler.model.errors import Problem
 from reconciler.model.gate import FAILING, DiskProof, GateEvidence, Sighting, blockers
+from reconciler.model.host_faults import UNWRITABLE
 from reconciler.model.states import IDLE_SLOTS, HealthState, ProofKind, SlotState
 from reconciler.records import nodes as node_records
-from reconciler.records import proofs, reports
+from reconciler.records import proofs, queue, reports
 from reconciler.records.claims import exclusive_ended_at
 
 HEALTHY = {"health_state": HealthState.HEALTHY.value, "health_detail": {}}
@@ -34,6 +35,7 @@ class Host:
     parity: Sighting | None
     exclusive_ended_at: float
     restored_at: float
+    unwritable: str
     bundles: Mapping[str, Bundle]
 
 
@@ -45,6 +47,7 @@ def host(conn: sa.Connection, node_id: str) -> Host:
         parity=_sighting(reports.latest_parity(conn, node_id)),
         exclusive_ended_at=exclusive_ended_at(conn, node_id),
         restored_at=float(settings.read(conn, settings.RESTORED, 0.0)),
+        unwritable=queue.latest_error(conn, node_id, UNWRITABLE),
         bundles=approved(conn, node_id),
     )
 
@@ -72,6 +75,7 @@ def judge(
             reboot_required=seen.node.reboot_required,
             reinstall_required=bool(seen.node.tenant_machine_ids),
             firmware=node_records.firmware_blocker(seen.node),
+            unwritable=seen.unwritable,
             discovery=seen.discovery,
             parity=seen.parity,
             proof=_proof(proof),

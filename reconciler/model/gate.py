@@ -69,7 +69,8 @@ class GateEvidence:
     others: the bundles of the node's other slots. restored_at: when the records were restored from
     a backup, 0 for never; a backup lacks every use of the disk since it was made. drift: a trace on
     the host of a slot that no allocation has, "" without any. firmware: code of a blocker of the
-    machine's firmware after a tenant was root on it.
+    machine's firmware after a tenant was root on it. unwritable: code of a host on which no run can
+    write.
     """
 
     bundle: Bundle
@@ -85,6 +86,7 @@ class GateEvidence:
     proof: DiskProof | None
     reinstall_required: bool = False
     firmware: str = ""
+    unwritable: str = ""
     exclusive_ended_at: float = 0.0
     restored_at: float = 0.0
     wipe_policy: str = DEFAULT_POLICY
@@ -158,6 +160,9 @@ def _node(evidence: GateEvidence) -> list[Blocker]:
         blockers.append(Blocker("reinstall_required", text))
     if evidence.firmware:
         blockers.append(Blocker(evidence.firmware, _FIRMWARE[evidence.firmware]))
+    if evidence.unwritable:
+        text = "no run can write there: repair it as the failed task says, then run discovery"
+        blockers.append(Blocker(evidence.unwritable, text))
     return blockers
 
 

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 # Shows the time of a host in epoch seconds.
 CLOCK_COMMAND = "date +%s"
 
+# Codes of `unwritable`.
+UNWRITABLE = ("host_disk_full", "host_read_only")
 # Words of the kernel and of Python, as Ansible passes them on. Python names no cause when none
 # of its folders for temporary files can be written.
 _FULL = re.compile(

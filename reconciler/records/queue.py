@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -419,6 +419,14 @@ class Past:
     begun: bool
     repeated: bool
     finished_at: float
+
+
+def latest_error(conn: sa.Connection, node_id: str, codes: Collection[str]) -> str:
+    """Which of these errors a task of the node had since its last success; "" for none."""
+    code = tasks.c.error["code"].as_string()
+    ended = sa.select(code).where(tasks.c.node_id == node_id, tasks.c.finished_at.is_not(None))
+    telling = ended.where(sa.or_(tasks.c.state == TaskState.SUCCEEDED, code.in_(codes)))
+    return conn.execute(telling.order_by(tasks.c.finished_at.desc()).limit(1)).scalar() or ""
 
 
 def past(conn: sa.Connection, allocation_id: str) -> Past:

@@ -17,9 +17,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, exc
 
-from reconciler.db import clock
+from reconciler.db import clock, locks
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
+from reconciler.lifecycle import gate as slot_gate
 from reconciler.lifecycle import host, retention, task_failures
 from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model import gate, host_faults
@@ -158,6 +159,7 @@ def _succeed(
         with locked_subject(conn, task):
             work = open_work(conn, settings, task)
             host.record_answer(conn, task.node_id, work.act.because("its run ended well"))
+            unwritable = queue.latest_error(conn, task.node_id, host_faults.UNWRITABLE)
             evidence.update((outcome.result or {})["evidence"])
             result = queue_next_step(work, handler.succeed(work, evidence))
             if task.kind in retention.REPORT_KINDS:
@@ -167,6 +169,8 @@ def _succeed(
                 result = queue.shortened(result)
             state = TaskState.SUCCEEDED
             queue.finish(conn, task.id, task.lease_token, state, work.act, result=result)
+            if unwritable:
+                slot_gate.open_gate(conn, task.node_id, work.act.because("runs can write again"))
 
     try:
         # A constraint may refuse a change that another transaction made first. The repetition then
@@ -229,7 +233,13 @@ def _fail(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> N
         # The launcher lost the run too. Parts of it may still act under the fence of the task.
         claims.fence_off(conn, task.fences)
     act, error = act.because(failure.error["code"]), _task_error(failure)
-    queue.finish(conn, task.id, task.lease_token, state, act, error=error)
+    if error["code"] not in host_faults.UNWRITABLE:
+        queue.finish(conn, task.id, task.lease_token, state, act, error=error)
+        return
+    with locks.node(conn, task.node_id):
+        queue.finish(conn, task.id, task.lease_token, state, act, error=error)
+        # Each further launch would fail there and block another slot.
+        slot_gate.review(conn, task.node_id, act)
 
 
 def _task_error(failure: Failure) -> dict[str, Any]:

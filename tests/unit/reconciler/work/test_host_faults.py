@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +13,9 @@ import sqlalchemy as sa
 
 from reconciler.db import clock
 from reconciler.db.engine import transaction
-from reconciler.db.schema import Task, tasks
+from reconciler.db.schema import tasks
+from reconciler.lifecycle import gate
+from reconciler.model import host_faults
 from reconciler.model.states import TaskKind
 from reconciler.records import nodes, queue
 from reconciler.runs import collect, lock, ssh
@@ -24,8 +26,9 @@ from reconciler.trust import ca
 from reconciler.trust.certificates import Signature, certify
 from reconciler.work.settle import clock_fault, read_failure
 from tests.unit.reconciler.benchmark.sshd import USER, Boot, Machine, boot
-from tests.unit.reconciler.conftest import ADMIN, Site
-from tests.unit.reconciler.work.conftest import Runs, launched
+from tests.unit.reconciler.conftest import ADMIN, Site, code
+from tests.unit.reconciler.holdings import nothing
+from tests.unit.reconciler.work.conftest import Attend, Runs, launched, statuses
 
 __all__ = ["boot"]
 pytestmark = pytest.mark.covers("CTRL-8", "I13")
@@ -71,6 +74,39 @@ def test_a_disk_of_the_host_that_takes_no_writes_has_its_name(outcome: Outcome, 
     error = read_failure(outcome).error
     assert error["code"] == code
     assert set(error) == {"code", "expected", "found", "remedy"} and all(error.values())
+
+
+def asked(sold: Site) -> None:
+    """A comparison of n1 is wanted."""
+    with transaction(sold.engine) as conn:
+        kind = TaskKind.SLICE_DRIFT_RECONCILE
+        queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
+
+
+@pytest.mark.parametrize("problem", [FULL, READ_ONLY])
+def test_a_host_that_takes_no_writes_sells_nothing_until_a_run_ends_well(
+    sold: Site, runs: Runs, attend: Attend, problem: str
+) -> None:
+    launched(sold)
+    full = Outcome("failed", None, f"module_failed: {problem}")
+    runs.outcome = full
+    assert attend().error["code"] in host_faults.UNWRITABLE
+    assert statuses(sold) == ["cleanup_blocked", "disabled"]
+    with transaction(sold.engine) as conn:
+        assert code(sold.allocate, conn) == "no_capacity"
+    # What fails in other words does not show that there is room again.
+    for outcome in (failed("nvme_missing", "else"), full):
+        asked(sold)
+        runs.outcome, runs.alive = outcome, False
+        attend()
+        with transaction(sold.engine) as conn:
+            gate.open_gate(conn, "n1", ADMIN)
+        assert statuses(sold) == ["cleanup_blocked", "disabled"]
+    asked(sold)
+    runs.alive = False
+    runs.ends(evidence={"holdings": nothing(), "identity": sold.document(0)["identity"]})
+    assert attend().state == "succeeded"
+    assert statuses(sold) == ["available", "cleanup_blocked"]
 
 
 @pytest.fixture
@@ -179,7 +215,7 @@ def test_a_run_whose_folder_is_gone_is_ended_and_named(
 
 
 def test_a_task_notices_at_once_that_its_runs_folder_is_gone(
-    sold: Site, runs: Runs, attend: Callable[[], Task]
+    sold: Site, runs: Runs, attend: Attend
 ) -> None:
     launched(sold)
     runs.during = [lambda: None, lambda: setattr(runs, "alive", False)]
@@ -190,9 +226,7 @@ def test_a_task_notices_at_once_that_its_runs_folder_is_gone(
         assert "cleanup_blocked" in sold.statuses(conn)
 
 
-def test_a_run_that_had_begun_is_not_launched_again(
-    sold: Site, runs: Runs, attend: Callable[[], Task]
-) -> None:
+def test_a_run_that_had_begun_is_not_launched_again(sold: Site, runs: Runs, attend: Attend) -> None:
     with transaction(sold.engine) as conn:
         queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_CONVERT, "n1", "node", "n1"), ADMIN)
         conn.execute(sa.update(tasks).values(progress_offset=10))
