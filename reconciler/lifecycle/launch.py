@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache
@@ -20,6 +21,7 @@ from reconciler.lifecycle.slices import advance_together, move_claims, run_on_sl
 from reconciler.model.act import Act
 from reconciler.model.discovery import gpu_count
 from reconciler.model.errors import Problem, not_found
+from reconciler.model.gate import fails_elsewhere
 from reconciler.model.hardware import (
     NVLINK_PARTITIONS,
     Offer,
@@ -108,10 +110,10 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
         return _whole_machine(conn, launch, act)
     _check(launch)
     pool = _worker_pool(conn, launch)
-    quota.admit(conn, launch.project_id, launch.gpu_count)
+    recent = quota.admit(conn, launch.project_id, launch.gpu_count)
     # Hardware profiles of the same SKU may need different images.
     image = _image(conn, launch)
-    node_id, chosen = _reserve(conn, launch, launch.want(image))
+    node_id, chosen = _reserve(conn, launch, launch.want(image), recent)
     # The slots are locked and available, so the node's boot id is the boot that opened their gate
     # (I16).
     node = dict(conn.execute(_NODE, {"node": node_id}).mappings().one())
@@ -156,9 +158,22 @@ def allocate(conn: sa.Connection, launch: Launch, act: Act) -> Allocation:
     return replace(allocation, claims=tuple(held), task_ids=(task.id,))
 
 
-def _reserve(conn: sa.Connection, launch: Launch, want: Want) -> tuple[str, list[Slot]]:
-    """A node and its locked slots. A pool's workers get no host on which they cannot work yet."""
+def _reserve(
+    conn: sa.Connection, launch: Launch, want: Want, recent: Sequence[Allocation]
+) -> tuple[str, list[Slot]]:
+    """A node and its locked slots. A pool's workers get no host on which they cannot work yet. A
+    host on which one of the project's recent launches failed comes last: the cause may be there
+    still.
+    """
     unready = guest_pool.unready(conn, launch.offers, launch.api) if launch.worker_pool else ()
+    failed = {
+        row.node_id
+        for row in recent
+        if row.state == AllocationState.FAILED and not fails_elsewhere(row.error.get("code", ""))
+    }
+    if failed:
+        with suppress(placement.NoRoom):
+            return placement.reserve(conn, want, without={*unready, *failed})
     try:
         return placement.reserve(conn, want, without=unready)
     except placement.NoRoom:

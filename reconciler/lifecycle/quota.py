@@ -34,6 +34,13 @@ _DEFAULTS = "default_quota"
 # Limits of a site that has set none. They bound the slots that one project can keep off sale with
 # launches that fail. How much a project may hold is for the site to say.
 SHIPPED = {"open_requests": 4, "launches_per_hour": 20, "failures_per_hour": 3}
+# Whether a launch of the project failed in the last hour. A literal, because with a parameter no
+# planner can match the partial index.
+_HAS_FAILED = sa.exists().where(
+    allocations.c.project_id == projects.c.id,
+    allocations.c.state == sa.literal_column(f"'{AllocationState.FAILED.value}'", sa.Text),
+    allocations.c.created_at > clock.now() - HOUR_S,
+)
 _OPEN = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
 _HOLDING = (*_OPEN, AllocationState.ACTIVE, AllocationState.RELEASING)
 # Code of a launch that failed by its tenant's own doing: a guest that is not reachable in time is
@@ -102,18 +109,19 @@ def admit_action(conn: sa.Connection, project_id: str) -> None:
         raise exceeded(name, use, 1, allowed, 0)
 
 
-def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
+def admit(conn: sa.Connection, project_id: str, gpus: int) -> list[Allocation]:
     """Problem `quota_exceeded` or `rate_exceeded` when a launch would pass a limit of its project.
 
-    Launches of a project with limits wait for each other until their transactions end. Call this
-    before a node or a slot is locked.
+    Returns what the project holds and what it launched in the last hour; nothing for a project
+    without limits none of whose launches failed in this time. Launches of other projects wait for
+    each other until their transactions end. Call this before a node or a slot is locked.
     """
     # In one statement, because a site without limits need not lock the project.
-    query = sa.select(projects.c.quota, settings.column(_DEFAULTS)).where(
+    query = sa.select(projects.c.quota, settings.column(_DEFAULTS), _HAS_FAILED).where(
         projects.c.id == project_id
     )
-    if (known := conn.execute(query).one_or_none()) and known == ({}, {}):
-        return
+    if (known := conn.execute(query).one_or_none()) and known == ({}, {}, False):
+        return []
     project = rows.get(conn, Project, project_id, lock=True)
     records, now = _rows(conn, project_id), clock.read(conn)
     use = _count(conn, records, now)
@@ -123,6 +131,7 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> None:
         asked = gpus if name == "gpus" else 1
         if use[name] + asked > allowed:
             raise exceeded(name, use[name], asked, allowed, _wait_s(records, name, allowed, now))
+    return records
 
 
 def require_rate(conn: sa.Connection, project_id: str, table: sa.Table, allowed: int) -> None:

@@ -215,6 +215,7 @@ class Claim(StateRow, BundleRow):
     sa.Index("ix_allocations_project_id", "project_id"),
     sa.Index("ix_allocations_node_id", "node_id"),
     partial("ix_allocations_deadline_at", "deadline_at", where="deadline_at IS NOT NULL"),
+    partial("ix_allocations_failed", "project_id", "created_at", where="state = 'failed'"),
 )
 class Allocation(StateRow):
     """An allocation: the capacity that a tenant requested and has."""

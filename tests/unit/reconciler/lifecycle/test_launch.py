@@ -11,14 +11,24 @@ import sqlalchemy as sa
 from reconciler.db import journal, settings
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import gate, host, invariants, slices
+from reconciler.lifecycle import gate, host, invariants, quota, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.placement import NoRoom, refusal
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import Offer
 from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import allocations, claims, leasing, nodes, proofs, queue, reports, slots
+from reconciler.records import (
+    allocations,
+    claims,
+    leasing,
+    nodes,
+    projects,
+    proofs,
+    queue,
+    reports,
+    slots,
+)
 from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import ADMIN, Site, code
 
@@ -221,6 +231,51 @@ def test_a_slot_that_its_host_fails_is_not_sold_again_and_again(sold: Site) -> N
         assert invariants.check(conn) == []
         slot_life.enable(conn, slot_id, sold.act)
         assert slots.get(conn, slot_id).status == "available", "on a person's word"
+
+
+@pytest.mark.covers("CTRL-6")
+@pytest.mark.parametrize("limits", [{}, dict.fromkeys(quota.SHIPPED)])
+def test_a_launch_avoids_hosts_on_which_the_project_has_just_failed(
+    sold: Site, limits: Any
+) -> None:
+    """Whatever the host says of the cause: of some codes it stays on sale."""
+    sold.node("n2", (0, 1), 2)
+
+    def chosen(**fields: Any) -> str:
+        with conn.begin_nested() as tried:
+            key = launching.allocate(conn, replace(sold.launch(), **fields), ADMIN).id
+            node_id = allocations.get(conn, key).node_id
+            tried.rollback()
+        return str(node_id)
+
+    def fails(code: str) -> None:
+        key = launching.allocate(conn, replace(sold.launch(), node_id="n1"), ADMIN).id
+        slices.provision_started(conn, key, sold.act)
+        sold.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.FAILED)
+        (claim,) = claims.of_allocation(conn, key)
+        untouched = {claim.slot_id: {"disk_written": False, "leftovers": False}}
+        error = {"code": code}
+        slices.provision_failed(conn, key, sold.act, step="s", error=error, untouched=untouched)
+
+    with transaction(sold.engine) as conn:
+        quota.change_defaults(conn, limits, ADMIN)
+        projects.create(conn, "other", ADMIN, id="other")
+        # With a slice it is the first choice.
+        launching.allocate(conn, replace(sold.launch(), node_id="n1"), ADMIN)
+        sold.finish(conn, TaskKind.SLICE_VM_PROVISION, TaskState.FAILED)
+        fails("run_not_started")
+        assert chosen() == "n1", "no host was to blame"
+        fails("image_digest_mismatch")
+        assert chosen() == "n2"
+        assert chosen(project_id="other") == "n1"
+        assert chosen(node_id="n1") == "n1", "asked for by name"
+        with conn.begin_nested() as hour:
+            passed = tables.allocations.c.created_at - 3_600
+            conn.execute(sa.update(tables.allocations).values(created_at=passed))
+            assert chosen() == "n1"
+            hour.rollback()
+        sold.allocate(conn, 2)
+        assert chosen() == "n1", "the others are full"
 
 
 @pytest.mark.covers("CTRL-6")
