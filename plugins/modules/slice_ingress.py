@@ -16,8 +16,9 @@ description:
     C(/var/lib/gpuaas/ingress); the network's boot service restores it, and ends it at its expiry.
   - O(state=absent) removes the rule, or all rules of the allocation without O(rule), and cuts
     connections that are open. A removed rule cannot be added again.
-  - While the file of an allocation cannot be read, none of its rules is in force and none can be
-    added, because the removed ones are unknown. The removal of all rules ends this.
+  - While the file of an allocation cannot be read, none of its rules is in force. None can be
+    added, because the removed ones are unknown, and none counts as removed, because it may come
+    back with the file. The removal of all rules ends this.
   - Refuses with C(spec_invalid), C(stale_fence), C(lease_missing), C(guard_missing),
     C(ingress_address_absent), C(ingress_address_reserved), C(ingress_port_in_use),
     C(ingress_rule_ended), C(ingress_file_unreadable) and C(guest_port_silent).
@@ -200,7 +201,12 @@ def observe(params: _change.Params) -> State:
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
     if params["state"] == "absent":
-        return _change.Plan(tuple(_removal(params, state, _rule(params))))
+        rule = _rule(params)
+        blockers = []
+        if rule and state.kept.broken:
+            # It may be in the file, and would be in force again once that can be read.
+            blockers.append(_unreadable(params["allocation_id"], state))
+        return _change.Plan(tuple(_removal(params, state, rule)), tuple(blockers))
     rule = _ingress.check(params["rule"])
     steps = []
     if state.kept.rules.get(rule.id) != rule:
@@ -223,10 +229,8 @@ def _removal(
             steps.append(_change.Step("forget_rules", path, list(state.kept.rules), None))
     else:
         unwanted = {rule.id} & set(state.loaded)
-        # Remembered also if it never came: its run may come late. Not where the slice is not, nor
-        # in a broken file, to which no rule can be added.
-        remembered = rule.id in state.kept.removed or state.kept.broken
-        new = state.guard is not None and not remembered
+        # Remembered also if it never came: its run may come late. Not where the slice is not.
+        new = state.guard is not None and rule.id not in state.kept.removed
         if rule.id in state.kept.rules or new:
             steps.append(_change.Step("forget_rule", f"rule {rule.id}", asdict(rule), None))
     if unwanted or state.differs:
@@ -254,14 +258,7 @@ def _obstacles(allocation: str, state: State, rule: _ingress.Rule) -> list[Refus
             )
         )
     if state.kept.broken:
-        blockers.append(
-            _refuse(
-                "ingress_file_unreadable",
-                "the allocation's rules, and those that were removed",
-                f"{_object_names.ingress_path(allocation)}: {state.kept.broken}",
-                "repair the file on the host; otherwise the slice has no ingress until its release",
-            )
-        )
+        blockers.append(_unreadable(allocation, state))
     if rule.id in state.kept.removed or rule.expires_at <= time.time():
         actual = "removed before" if rule.id in state.kept.removed else "expired"
         remedy = "request a new rule"
@@ -285,6 +282,15 @@ def _obstacles(allocation: str, state: State, rule: _ingress.Rule) -> list[Refus
         remedy = "choose another public port"
         blockers.append(_refuse("ingress_port_in_use", f"{where} free", actual, remedy))
     return blockers
+
+
+def _unreadable(allocation: str, state: State) -> Refusal:
+    return _refuse(
+        "ingress_file_unreadable",
+        "the allocation's rules, and those that were removed",
+        f"{_object_names.ingress_path(allocation)}: {state.kept.broken}",
+        "repair the file on the host; otherwise the slice has no ingress until its release",
+    )
 
 
 def _reserved(state: State, rule: _ingress.Rule) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,13 +139,18 @@ def test_a_guest_that_does_not_answer_fails_the_rule(
 
 
 @pytest.mark.covers("I13")
-@pytest.mark.parametrize("how", ["lost", "still forwards", "says nothing"])
+@pytest.mark.parametrize("how", ["lost", "lost after a report", "still forwards", "says nothing"])
 def test_an_effect_that_is_unknown_keeps_the_port_until_it_is_removed(
     sold: Site, allocation: str, runs: Runs, attend: Attend, settings: Settings, how: str
 ) -> None:
     rule_id = request(sold, allocation)
     if how == "lost":
         runs.ends("lost")
+    elif how == "lost after a report":
+        # AWX has lost its job, which may go on and forward after all.
+        runs.ends("failed", step="s", error=ERROR, evidence={"ingress": {"rules": []}})
+        assert runs.outcome
+        runs.outcome = replace(runs.outcome, status="lost", problem="awx_job_gone: no such job")
     elif how == "still forwards":
         runs.ends("failed", step="s", error=ERROR, evidence={"ingress": {"rules": [rule_id]}})
     else:
@@ -230,6 +236,24 @@ def test_a_release_frees_the_port_with_its_proof(
     assert (state(sold, rule_id), state(sold, queued)) == ("removed", "removed")
 
 
+@pytest.mark.covers("I13", "I17")
+def test_the_end_of_an_allocation_leaves_the_rules_of_another(
+    sold: Site, allocation: str, runs: Runs, attend: Attend
+) -> None:
+    """Its host still forwards them, so nobody else gets their ports."""
+    with transaction(sold.engine) as conn:
+        other = sold.active(conn)
+    rule_id = applied(sold, allocation, runs, attend)
+    others = applied(sold, other, runs, attend, 444)
+    with transaction(sold.engine) as conn:
+        launch.release(conn, allocation, ADMIN)
+    assert (state(sold, rule_id), state(sold, others)) == ("removing", "applied")
+    with transaction(sold.engine) as conn:
+        given = sold.proofs(conn, allocation)
+        assert slices.release_succeeded(conn, allocation, ADMIN, proofs=given, absence=ABSENT)
+    assert (state(sold, rule_id), state(sold, others)) == ("removed", "applied")
+
+
 @pytest.mark.covers("I13")
 @pytest.mark.parametrize(
     "checks",
@@ -280,8 +304,14 @@ def test_the_operator_who_gives_a_lost_host_up_frees_its_ports(
     with transaction(sold.engine) as conn:
         host.record_silence(conn, "n1", ADMIN.because("silent"))
         recovery.force_release(conn, allocation, ADMIN)
+    sold.node("n2", number=1)
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n2", ADMIN, profile="lab")
+        elsewhere = sold.active(conn)
+    others = applied(sold, elsewhere, runs, attend, 444)
+    with transaction(sold.engine) as conn:
         host.retire(conn, "n1", ADMIN)
-    assert state(sold, rule_id) == "removed"
+    assert (state(sold, rule_id), state(sold, others)) == ("removed", "applied")
 
 
 @pytest.mark.covers("SLICE-8")

@@ -305,16 +305,27 @@ def test_every_address_is_a_source_too(rig: Rig, service: socket.socket) -> None
 
 
 def test_a_broken_file_opens_nothing_until_the_release(rig: Rig, service: socket.socket) -> None:
-    """Which rules were removed is unknown, so a late run of a removed one must add nothing."""
-    removed = new_rule(public_port=PORT + 1)
+    """Which rules were removed is unknown, so a late run of a removed one must add nothing. A rule
+    that is in the file is not removed: it comes back with the file.
+    """
+    removed, live = new_rule(public_port=PORT + 1), new_rule(public_port=PORT + 2)
     drive({**ABSENT, "rule": removed})
+    apply(service, live)
     file = _host.path(_object_names.ingress_path(A.guard.allocation_id))
-    file.write_text(file.read_text().replace("{", "", 1))
-    text = file.read_text()
-    for rule in (removed, new_rule(public_port=PORT + 2)):
-        assert refusal({**PRESENT, "rule": rule}) == "ingress_file_unreadable"
-        assert drive({**ABSENT, "rule": rule}).failure is None, "the failed run's own removal"
+    whole = file.read_text()
+    text = whole.replace("{", "", 1)
+    file.write_text(text)
+    rig.restore()
+    for rule in (removed, live, new_rule(public_port=PORT + 3)):
+        for wanted in (PRESENT, ABSENT):
+            assert refusal({**wanted, "rule": rule}) == "ingress_file_unreadable"
     assert (file.read_text(), _firewall.forwarded()) == (text, [])
+    file.write_text(whole)
+    rig.restore()
+    assert live["id"] in drive({**ABSENT, "rule": removed}).facts["ingress"]["rules"]
+    assert live["id"] not in drive({**ABSENT, "rule": live}).facts["ingress"]["rules"]
+    file.write_text(text)
+    rig.restore()
     assert connect(rig, "world", rigs.WORLD) is None
     assert drive(ALL_ABSENT).failure is None
     assert not file.exists()

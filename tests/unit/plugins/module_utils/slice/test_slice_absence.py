@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_fabric
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _firewall,
     _flows,
@@ -32,6 +34,7 @@ SLOT = {
     "gpu_pci_address": "0000:43:00.0",
     "management_mac": "52:54:00:64:00:0d",
     "private_ip": "10.100.0.13",
+    "fabric_vf_pci_address": "0000:61:10.1",
 }
 
 
@@ -66,6 +69,9 @@ def test_nothing_left(empty: Path) -> None:
 
 OFF = {_object_names.domain_name(ONE): _libvirt.State("shut off")}
 UNBOUND = Refusal("not_bound", expected="", found="", remedy="")
+IN_VLAN = Refusal("function_unguarded", expected="VLAN 4000", found="VLAN 3001", remedy="")
+MOUNTED = Refusal("disk_in_use", expected="not in use", found="mounted", remedy="")
+DISK = SimpleNamespace(disk_identity="eui.1")
 
 
 @pytest.mark.covers("I17")
@@ -79,6 +85,8 @@ UNBOUND = Refusal("not_bound", expected="", found="", remedy="")
         ((_qos, "rows", lambda: {"row": ONE}), "qos"),
         ((_firewall, "forwarded", lambda: [(ONE, "rule-1")]), "ingress"),
         ((_host_connections, "number", lambda _ip: 2), "connections"),
+        ((_block, "judged", lambda _slot: (DISK, [MOUNTED])), "disk_holders"),
+        ((_slice_fabric, "unguarded", lambda _function: [IN_VLAN]), "fabric_isolation"),
         pytest.param(
             (_slots, "passthrough", lambda _functions: [UNBOUND]),
             "vfio_bound",
@@ -100,6 +108,9 @@ def test_one_trace_is_enough(
         (_object_names.nvram_path(ONE), "nvram"),
         (_object_names.seed_path(ONE), "seed"),
         (_object_names.console_path(ONE), "console"),
+        (_object_names.channel_path(ONE, "telemetry"), "channel"),
+        (_object_names.guard_path(ONE), "guard"),
+        (_object_names.fabric_guard_path(ONE), "fabric_guard"),
         (_object_names.ingress_path(ONE), "ingress_file"),
         (_object_names.nvlink_path(ONE), "nvlink_file"),
         (_dnsmasq.file_of(ONE), "reservation"),
