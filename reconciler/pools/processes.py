@@ -50,22 +50,18 @@ def scan(host_id: str) -> dict[str, list[Process]]:
         if not entry.name.isdigit():
             continue
         try:
-            words = [word for word in _environment(entry) if word.startswith(prefix)]
+            words = [word for word in lock.environment(entry) if word.startswith(prefix)]
             if not words:
                 continue
             process = Process(int(entry.name), lock.start_ticks(entry.name))
             # Or the time might be that of another process, which has got the id since.
-            if words[0] in _environment(entry):
+            if words[0] in lock.environment(entry):
                 id = words[0].removeprefix(prefix).decode(errors="replace")
                 processes.setdefault(id, []).append(process)
         # It has just ended, or belongs to another user. No other error may hide a process.
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return processes
-
-
-def _environment(entry: Path) -> list[bytes]:
-    return (entry / "environ").read_bytes().split(b"\0")
 
 
 def is_left(process: Process) -> bool:

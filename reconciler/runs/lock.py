@@ -21,6 +21,8 @@ from pathlib import Path
 # A process that tests the lock holds it for microseconds; a run holds it for as long as it lives.
 _TRIES = 5
 _PAUSE_S = 0.02
+# A program begins within milliseconds.
+_NAPS, _NAP_S = 1000, 0.001
 # The environment variable that marks the processes of a run.
 MARK = "GPUAAS_RUN_DIR"
 _PROC = Path("/proc")
@@ -75,6 +77,29 @@ def end_processes(run_dir: Path, timeout_s: float = 10) -> list[int]:
     return []
 
 
+def environment(entry: Path) -> list[bytes]:
+    """Variables of a process, by its folder in /proc. While it begins a program, it has none yet
+    and would pass for one without a mark, so that moment is waited for.
+    """
+    file = entry / "environ"
+    if text := file.read_bytes():
+        return text.split(b"\0")
+    # Bounded, because a program on a file system that hangs never begins.
+    for _ in range(_NAPS):
+        if not _begins(entry.name):
+            break
+        time.sleep(_NAP_S)
+    return file.read_bytes().split(b"\0")
+
+
+def _begins(pid: str) -> bool:
+    """Whether a process has memory, unlike threads of the kernel and zombies, and no place for
+    variables in it: fields 23 and 51.
+    """
+    fields = stat(pid)
+    return int(fields[20]) > 0 and int(fields[48]) == 0
+
+
 def _take(descriptor: int) -> bool:
     for _ in range(_TRIES):
         try:
@@ -88,7 +113,7 @@ def _take(descriptor: int) -> bool:
 
 def _belongs(entry: Path, mark: bytes) -> bool:
     try:
-        if mark not in (entry / "environ").read_bytes().split(b"\0"):
+        if mark not in environment(entry):
             return False
         # SSH's shared connection serves other runs on the same node and ends by itself.
         return not (entry / "cmdline").read_bytes().startswith(b"ssh: ")

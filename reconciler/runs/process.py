@@ -39,6 +39,8 @@ _LONGEST_OUTPUT = 1024 * 1024
 
 def main(arguments: list[str]) -> int:
     paths, descriptor = RunPaths(Path(arguments[0])), int(arguments[1])
+    # Before it detaches: whoever finds a process of the run finds it limited.
+    _limit_memory(paths)
     if os.fork():
         return 0
     os.umask(0o077)
@@ -48,7 +50,6 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
     write_json(paths.process, _identity())
-    _limit_memory(paths)
     _carry_out(paths, stop)
     return 0
 

@@ -51,8 +51,11 @@ class Database:
 
     def restore(self, template: Path | None) -> sa.Engine:
         """Start from a copy of the template; from nothing without one."""
-        self.engine.dispose()  # the last connection to close empties the write-ahead log
-        self.path.unlink(missing_ok=True)
+        self.engine.dispose()
+        # A process that was killed leaves its write-ahead log, which SQLite would play into the
+        # next file of this name.
+        for part in ("", "-wal", "-shm"):
+            self.path.with_name(f"{self.path.name}{part}").unlink(missing_ok=True)
         if template is not None:
             shutil.copy(template, self.path)
         return self.engine

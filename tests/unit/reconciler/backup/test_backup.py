@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -560,18 +561,22 @@ def test_a_copy_from_a_server_that_hangs_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keepalives do not help where a proxy acknowledges everything."""
-    program = tmp_path / "bin/pg_dump"
+    program, used = tmp_path / "bin/pg_dump", tmp_path / "used"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\ncp "$PGSERVICEFILE" {tmp_path}/used\nexec sleep 600\n')
+    copies = f'cp "$PGSERVICEFILE" {used}.new; mv {used}.new {used}'
+    program.write_text(f"#!/bin/sh\n{copies}\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(archive, "_LOOK_S", 0.1)
-    monkeypatch.setattr(archive, "_STILL_S", 0.3)
+    # Hours pass from when the program has begun, however long a busy machine takes for that.
+    hours = itertools.count(0, 3600)
+    passing = SimpleNamespace(monotonic=lambda: next(hours) if used.exists() else 0)
+    monkeypatch.setattr(archive, "time", passing)
     engine = open_engine("postgresql+psycopg://gpuaas@127.0.0.1:1/gpuaas?keepalives_idle=7")
     with pytest.raises(Problem, match="nothing new in"):
         archive.copy_database(engine, tmp_path / "copy")
-    used = (tmp_path / "used").read_text().splitlines()
-    assert {"connect_timeout=10", "tcp_user_timeout=25000", "keepalives_idle=7"} <= set(used)
+    given = used.read_text().splitlines()
+    assert {"connect_timeout=10", "tcp_user_timeout=25000", "keepalives_idle=7"} <= set(given)
 
 
 @pytest.mark.postgres

@@ -193,6 +193,8 @@ def one_way() -> Iterator[Callable[[bytes], int]]:
             thread = threading.Thread(target=serve)
             thread.start()
             open_.callback(thread.join)
+            # It would wait for ever for an SSH that was ended before it had connected.
+            open_.callback(server.shutdown, socket.SHUT_RDWR)
             port: int = server.getsockname()[1]
             return port
 

@@ -221,7 +221,7 @@ def world(
     # A query still under way would return its connection to an engine that is gone.
     gateway._judges.shutdown()
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 

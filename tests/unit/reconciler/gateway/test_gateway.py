@@ -465,7 +465,7 @@ def test_a_stolen_authority_is_replaced(world: World, tmp_path: Path) -> None:
         until(world.sessions)
         assert process.replace_gateway(site, world.stack.engine, ACT) == 1
         with pytest.raises(Problem, match="authorities_differ"):
-            world.running.result(10)
+            world.running.result(60)
         world.on_loop(world.gateway.stop())
         assert client.wait(30) == 255
     assert world.sessions()[0]["reason"] == "gateway_stopped"

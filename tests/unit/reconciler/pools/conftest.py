@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db.engine import reading
+from reconciler.db.engine import reading, transaction
 from reconciler.db.schema import PoolWorker
 from tests.unit.reconciler.pools.test_leases import Queue, check_counts
 from tests.unit.reconciler.service.service import alive, forge, until
@@ -32,6 +32,12 @@ def pieces(jobs: int, kills: int, *, number: int) -> list[Any]:
             for first in long
         ),
     ]
+
+
+def suspend(engine: sa.Engine, pid: int) -> None:
+    """Stop a process, while it holds no write lock of SQLite: nobody would get it after that."""
+    with transaction(engine):
+        os.kill(pid, signal.SIGSTOP)
 
 
 FUNCTIONS = "tests.unit.reconciler.pools.functions"

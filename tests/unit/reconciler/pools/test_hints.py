@@ -226,7 +226,8 @@ def test_a_hint_that_another_worker_takes_delays_a_job_by_a_poll_at_most(
 def test_hints_that_bring_no_job_let_no_worker_spin(
     queue: Queue, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=0.1)
+    # Redis has half of that time for its answer.
+    database = DatabaseQueue(queue.engine, ["m"], hints=hints.of(server.url), poll_s=60)
     database.serve({})
     stopping, streams = threading.Event(), Hints(server.url)
 
@@ -239,7 +240,7 @@ def test_hints_that_bring_no_job_let_no_worker_spin(
     began = time.monotonic()
     for _ in range(32):
         wait()
-    assert time.monotonic() - began > 1, "every second one is a pause, soon as long as the poll"
+    assert time.monotonic() - began > 1, "every second one is a pause, soon of a tenth of a second"
     # Those that are left do not keep workers from hearing of new ones.
     streams.announce(map(str, range(3 * hints.STALE)))
     waits = 0
@@ -248,7 +249,6 @@ def test_hints_that_bring_no_job_let_no_worker_spin(
         waits += 1
         assert waits < 40, "old hints are read a few at a time"
     # After a hint that has brought a job, the next one wakes the worker at once.
-    database._poll_s = 60.0
     server.client.delete(STREAM)
     database.wait(stopping)
 
@@ -299,9 +299,9 @@ def test_hints_of_jobs_that_it_has_had_are_dropped_without_a_pause(
     streams.announce(queue.add(hints.STALE))
     assert database.turn((), (), hints.STALE).calls
     monkeypatch.setattr(stopping, "wait", lambda _: pytest.fail("it pauses"))
-    for _ in range(2):
+    # With two waits, or more of a Redis that is slow to answer.
+    while streams.lengths()[STREAM]:
         database.wait(stopping)
-    assert streams.lengths()[STREAM] == 0
 
 
 def test_an_idle_worker_without_hints_asks_ten_times_a_second(

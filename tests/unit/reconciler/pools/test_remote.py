@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,34 +259,48 @@ def test_a_slow_answer_ends_in_time(
         assert left
 
 
-def test_a_job_is_given_up_when_its_lease_ends_without_the_service(tmp_path: Path) -> None:
+def test_a_job_is_given_up_when_its_lease_ends_without_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The service answers a claim and then nothing; the call that hangs is ended."""
     note = tmp_path / "ran"
     job = {"id": "j", "token": "t", "model": "m", "timeout_s": 600}
     job["input"] = {"file": str(note), "number": 1, "seconds": 600}
     answers: dict[str, Any] = {
-        "register": {"worker_id": "w", "lease_s": 1.0, "beat_s": 0.1},
+        "register": {"worker_id": "w", "lease_s": 600.0, "beat_s": 0.1},
         "due": {"due": True, "serving": True},
         "turn": {"jobs": [job], "counted": 0, "serving": True},
         "renew": {"held": ["j"], "serving": True},
         "leave": {},
     }
+    # Ahead of the real time, so that no pause of the machine is as long as the lease.
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
+    monkeypatch.setattr("reconciler.pools.worker.time", clock)
     stopping = threading.Event()
     with scripted(answers) as (url, asked):
         queue = ApiQueue(url, lambda: "secret", ["m"], stopping)
         runner = Runner({"m": f"{FUNCTIONS}:double"}, 256)
         worker = Worker(queue, runner, stopping)
 
+        def renewals() -> int:
+            return [act for act, _ in asked].count("renew")
+
         def watch() -> None:
             try:
                 until(note.exists)
                 # Renewed for longer than the lease, it goes on.
-                time.sleep(1.5)
+                for _ in range(3):
+                    ahead[0] += 400
+                    until(lambda: worker._leased_until > clock.monotonic() + 300)
                 assert len(runner) == 1
                 for act in ("renew", "due", "turn"):
                     answers[act] = (503, {})
+                refused = renewals() + 2
+                until(lambda: renewals() > refused)
+                assert len(runner) == 1, "not before the end of the lease"
+                ahead[0] += 700
                 until(lambda: not len(runner))
-                assert time.monotonic() > worker._leased_until, "not before the end of the lease"
             finally:
                 stopping.set()
 

@@ -14,7 +14,7 @@ import pytest
 from reconciler.db.engine import transaction
 from reconciler.pools import drills, jobs, leases
 from tests.unit.reconciler.conftest import ADMIN
-from tests.unit.reconciler.pools.conftest import FUNCTIONS, Workers
+from tests.unit.reconciler.pools.conftest import FUNCTIONS, Workers, suspend
 from tests.unit.reconciler.service.service import alive, until
 
 pytestmark = pytest.mark.covers("ORCH-2")
@@ -71,9 +71,10 @@ def test_the_worker_of_a_drill_gives_jobs_of_others_neither_memory_nor_files(
 
 
 def test_told_to_end_it_finishes_its_job_and_gives_the_others_back(workers: Workers) -> None:
-    quick = workers.submit(60)
+    workers.submit(60)
     worker = workers.start()
-    workers.wait(quick[-1], "done")  # Claims have grown.
+    # Claims have grown. The last is not the last to end: one that came back is overtaken.
+    until(lambda: not workers.queue.open())
     slow = workers.submit(8, until=str(workers.go))
     until(lambda: len(workers.ran()) > 60)
     os.kill(worker, signal.SIGTERM)
@@ -116,7 +117,7 @@ def test_a_worker_that_slept_over_its_lease_cannot_finish(workers: Workers) -> N
     (id,) = workers.submit(1, until=str(workers.go))
     sleeper = workers.start()
     until(workers.ran)
-    os.kill(sleeper, signal.SIGSTOP)
+    suspend(workers.queue.engine, sleeper)
     workers.queue.change(id, lease_expires_at=1.0)
     workers.queue.tend()
     (held,) = workers.queue.claim()
@@ -151,7 +152,8 @@ def children(pid: int) -> list[int]:
 
 def test_jobs_behind_a_slow_one_go_to_another_worker(workers: Workers) -> None:
     first = workers.start()
-    workers.wait(workers.submit(60)[-1], "done")  # Claims have grown.
+    workers.submit(60)
+    until(lambda: not workers.queue.open())  # Claims have grown.
     slow = workers.submit(1, seconds=600)[0]
     until(lambda: workers.queue.read(slow).status == "running")
     behind = workers.submit(5)

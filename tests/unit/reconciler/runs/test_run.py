@@ -221,6 +221,17 @@ def test_a_process_that_cannot_be_read_is_not_gone(
         list(lock.processes(tmp_path))
 
 
+def test_a_process_that_begins_a_program_is_not_missed(tmp_path: Path) -> None:
+    """The kernel shows it without variables for that moment, as it shows its own threads."""
+    environment = {**os.environ, lock.MARK: str(tmp_path)}
+    for _ in range(50):
+        with subprocess.Popen(["sleep", "600"], env=environment) as process:
+            try:
+                assert list(lock.processes(tmp_path)) == [process.pid]
+            finally:
+                process.kill()
+
+
 def _nothing_runs(run_dir: Path) -> None:
     """The process itself takes a moment to go after its last word."""
     until(lambda: not lock.held(RunPaths(run_dir).lock))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from reconciler.settings import Settings
 from reconciler.trust import ca
 from reconciler.trust.ca import open_trust
 from reconciler.trust.keygen import TrustError
+from tests.bench.fleet.service import free_port
 
 OTHERS = ("host_ca", "user_ca", "operator")
 
@@ -181,8 +181,7 @@ def test_the_gateway_starts_with_that_folder_alone(tmp_path: Path) -> None:
     assert again.returncode and "gateway_folder_exists" in again.stderr
     for file in service.state_dir.glob("reconciler.db*"):
         shutil.copy2(file, gateway.state_dir)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     known = open_trust(service.state_dir)
     words, environment = command(gateway, "gateway", address)
     with (tmp_path / "log").open("wb") as log:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -19,10 +20,14 @@ from websockets.sync.client import connect
 from reconciler.api.admission import BODY_LIMIT
 from reconciler.service import connections
 from tests.unit.reconciler.api.stack import listening
+from tests.unit.reconciler.service.service import until
 
 pytestmark = pytest.mark.covers("CTRL-1")
 
 _WAIT_S = 0.4
+# The limit for a peer that is not to be cut: no pause of the machine is as long. What lasts for
+# longer, and for less, passes by the service's clock at once.
+_PATIENT_S, _LONG_S, _SHORT_S = 60.0, 100.0, 30.0
 _READ = ("quick", "slow", "large", "stream")
 _HEAD = b"GET /%s HTTP/1.1\r\nHost: h\r\n\r\n"
 _POST = b"POST /body HTTP/1.1\r\nHost: h\r\nContent-Length: 10\r\n\r\n"
@@ -35,11 +40,15 @@ class Service:
 
     def __init__(self) -> None:
         self.gone = threading.Event()
+        # Connections that have ended, and how far its clock is ahead.
+        self.lost = 0
+        self.ahead_s = 0.0
 
     async def quick(self, _: Request) -> Response:
         return PlainTextResponse("quick")
 
     async def slow(self, _: Request) -> Response:
+        self.ahead_s += _LONG_S
         await asyncio.sleep(3 * _WAIT_S)
         return PlainTextResponse("slow")
 
@@ -84,8 +93,17 @@ def address(
     routes = [Route(f"/{name}", getattr(service, name)) for name in _READ]
     routes += [Route("/body", service.body, methods=["POST"]), WebSocketRoute("/ws", service.echo)]
     app = Starlette(routes=[*routes])
+    limited: Any = connections.limited(most)
+
+    class Counted(limited):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            service.lost += 1
+
+    real = asyncio.BaseEventLoop.time
+    monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: real(loop) + service.ahead_s)
     # Only the limit under test ends a connection.
-    with listening(app, http=connections.limited(most), timeout_keep_alive=60) as url:
+    with listening(app, http=Counted, timeout_keep_alive=3600) as url:
         yield "127.0.0.1", int(url.rpartition(":")[2])
 
 
@@ -100,6 +118,25 @@ def dial(address: tuple[str, int]) -> Iterator[Open]:
     yield open_one
     for one in opened:
         one.close()
+
+
+@pytest.fixture
+def patient(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", _PATIENT_S)
+
+
+@pytest.fixture
+def passes(service: Service, dial: Open, patient: None) -> Callable[[float], None]:
+    """Time passes for the service, which has seen so before this returns."""
+
+    def passes(seconds: float) -> None:
+        service.ahead_s += seconds
+        other = dial()
+        for _ in range(2):
+            ask(other, b"quick")
+        other.close()
+
+    return passes
 
 
 def ended(one: socket.socket) -> bool:
@@ -120,7 +157,7 @@ def until_end(one: socket.socket, name: bytes) -> None:
     while not said.endswith(name):
         part = one.recv(1 << 16)
         assert part, said
-        said += part
+        said = (said + part)[-100:]
 
 
 def ask(one: socket.socket, name: bytes) -> None:
@@ -136,7 +173,7 @@ def test_a_peer_that_stops_before_the_end_of_a_request_is_cut(
     one.sendall(sent)
     assert ended(one)
     if sent.startswith(_POST):
-        assert service.gone.wait(5)
+        assert service.gone.wait(60)
 
 
 def test_single_bytes_give_no_more_time(dial: Open) -> None:
@@ -149,36 +186,43 @@ def test_single_bytes_give_no_more_time(dial: Open) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"large", b"stream"])
-def test_a_peer_that_reads_no_answer_is_cut(dial: Open, answer: bytes) -> None:
+def test_a_peer_that_reads_no_answer_is_cut(service: Service, dial: Open, answer: bytes) -> None:
     one = dial()
     one.sendall(_HEAD % answer)
-    time.sleep(4 * _WAIT_S)
+    until(lambda: service.lost)
     received = 0
     while part := one.recv(1 << 20):
         received += len(part)
     assert received < 32 * BODY_LIMIT
 
 
-def test_a_peer_that_reads_slowly_gets_its_answer(dial: Open) -> None:
+def test_a_peer_that_reads_slowly_gets_its_answer(
+    dial: Open, passes: Callable[[float], None]
+) -> None:
     one = dial()
     one.sendall(_HEAD % b"stream")
     # The kernel's buffers are full long before the end.
     for _ in range(4):
-        time.sleep(_WAIT_S / 2)
+        time.sleep(0.1)
+        passes(_SHORT_S)
         for _ in range(64):
             assert one.recv(1 << 16)
-    assert ended(one)
+    until_end(one, b"\r\n0\r\n\r\n")
 
 
-def test_a_peer_that_asks_again_and_again_stays(dial: Open) -> None:
+def test_a_peer_that_asks_again_and_again_stays(
+    dial: Open, passes: Callable[[float], None]
+) -> None:
     one = dial()
     for _ in range(6):
         ask(one, b"quick")
-        time.sleep(_WAIT_S / 2)
+        passes(_SHORT_S)
+    ask(one, b"quick")
+    passes(_LONG_S)
     assert ended(one)
 
 
-def test_work_of_the_service_may_take_longer(dial: Open) -> None:
+def test_work_of_the_service_may_take_longer(dial: Open, patient: None) -> None:
     one = dial()
     ask(one, b"slow")
     # Two requests at once: the second one begins with the answer of the first.
@@ -186,21 +230,23 @@ def test_work_of_the_service_may_take_longer(dial: Open) -> None:
     until_end(one, b"slow")
 
 
-def test_a_terminal_may_be_quiet_for_longer(address: tuple[str, int]) -> None:
+def test_a_terminal_may_be_quiet_for_longer(
+    address: tuple[str, int], passes: Callable[[float], None]
+) -> None:
     with connect(f"ws://{address[0]}:{address[1]}/ws", proxy=None) as terminal:
-        time.sleep(3 * _WAIT_S)
+        passes(_LONG_S)
         terminal.send("still here")
         assert terminal.recv() == "still here"
 
 
 @pytest.mark.parametrize("most", [3])
 def test_of_connections_that_come_at_once_the_oldest_are_cut(
-    dial: Open, monkeypatch: pytest.MonkeyPatch
+    service: Service, dial: Open, patient: None
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 60)
     all_at_once = [dial() for _ in range(40)]
     last = dial()
     ask(last, b"quick")
+    until(lambda: service.lost >= 41 - 3)
     for one in all_at_once:
         one.settimeout(0.2)
     assert sum(not ended(one) for one in all_at_once) < 3
@@ -210,7 +256,7 @@ def test_of_connections_that_come_at_once_the_oldest_are_cut(
 def test_with_too_many_connections_the_one_that_waits_longest_is_cut(
     dial: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 60)
+    monkeypatch.setattr(connections, "REQUEST_S", 3600.0)
     busy, silent = dial(), dial()
     busy.sendall(_HEAD % b"slow")
     served = dial()

@@ -53,7 +53,9 @@ def test_make_run_ends_with_an_address_and_a_login_that_works(tmp_path: Path) ->
             lines.append(line)
             if "log in with " in line:
                 break
-        address = re.search(r"console on (http://127\.0\.0\.1:\d+)/console$", lines[-2].rstrip())
+        # A line of the log may come between the two.
+        shown = "".join(lines)
+        address = re.search(r"console on (http://127\.0\.0\.1:\d+)/console$", shown, re.M)
         token = re.search(r"log in with (gpuaas_[\w-]{43})$", lines[-1].rstrip())
         assert address and token, lines
         with httpx.Client(base_url=address[1], timeout=120, trust_env=False) as browser:

@@ -149,6 +149,7 @@ def test_two_workers_and_a_database_that_ends_again_and_again(
                     postgres.start()
                 # A busy machine launches less in that time than there is to be judged.
                 until(lambda: len(load.promised) > MANY)
+                until(lambda: insist(lambda: len(_runners(selling_site.engine)) == len(LIVES)))
             finally:
                 load.stop()
         until(lambda: insist(lambda: _at_rest(selling_site.engine)))
@@ -176,6 +177,12 @@ def _at_rest(engine: sa.Engine) -> bool:
     live = tables.tasks.c.state.in_([TaskState.QUEUED, TaskState.WAITING, TaskState.RUNNING])
     with reading(engine) as conn:
         return conn.execute(sa.select(tables.tasks.c.id).where(live)).first() is None
+
+
+def _runners(engine: sa.Engine) -> set[str]:
+    """The workers that had a task."""
+    with reading(engine) as conn:
+        return set(conn.execute(sa.select(tables.tasks.c.runner)).scalars()) - {""}
 
 
 def _kept(engine: sa.Engine, service: Service, promised: set[str]) -> None:
