@@ -274,6 +274,23 @@ def test_a_request_is_not_repeated_before_the_proxys_silence_has_shown_its_effec
     assert maas.asked() == ["release"]
 
 
+def test_a_release_without_an_answer_is_not_repeated_after_a_long_time(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had an effect, and another client of the same user has installed the machine since."""
+    maas.maintain()
+    maas.begin(lost=["release"])
+    maas.queue()
+    maas.step()
+    assert maas.asked() == ["release"]
+    maas.begin(machine())
+    monkeypatch.setattr(maas_tasks, "UNSEEN_S", -1.0)
+    assert maas.play().error["code"] == "maas_undone"
+    maas.queue()
+    assert maas.play().error["code"] == "maas_occupied"
+    assert maas.asked() == []
+
+
 CONDITIONS: list[tuple[dict[str, Any], str]] = [
     ({"owner": "somebody"}, "maas_foreign_owner"),
     ({"locked": True}, "maas_locked"),
