@@ -17,7 +17,7 @@ from reconciler.inventory import maas_sync
 from reconciler.inventory.maas import Client
 from reconciler.inventory.machines import UNSURE, lock_comment
 from reconciler.inventory.readings import Reading
-from reconciler.lifecycle import baremetal, host, installation, slots
+from reconciler.lifecycle import baremetal, host, installation, slots, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
@@ -872,6 +872,26 @@ def test_a_ticket_ends_with_its_deployment(maas: Maas) -> None:
     maas.enrol()
     assert maas.play(enrols=False).state == "succeeded"
     assert code(maas.enrol, maas.ticket()) == "token_invalid"
+
+
+@pytest.mark.parametrize("end", ["canceled", "lost"])
+def test_a_ticket_ends_with_a_deployment_that_is_given_up(maas: Maas, end: str) -> None:
+    """While it waits for MAAS, or because its worker is gone."""
+    maas.tenancy()
+    task = maas.step()
+    while not maas.fields("deploy"):
+        task = maas.step()
+    assert task and task.state == "waiting"
+    with transaction(maas.engine) as conn:
+        if end == "canceled":
+            task_failures.cancel(conn, task.id, ADMIN)
+        else:
+            conn.execute(sa.update(tasks).values(not_before=None))
+            (running,) = leasing.lease(conn, "worker", kinds=[DEPLOY])
+            task_failures.lose(conn, running, ADMIN)
+    assert maas.task(task.id).state == end
+    assert code(maas.enrol, maas.ticket()) == "token_invalid"
+    assert maas.node().tenant_machine_ids
 
 
 def test_an_answer_without_end_is_cut_off(maas: Maas, monkeypatch: pytest.MonkeyPatch) -> None:
