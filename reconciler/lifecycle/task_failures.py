@@ -28,7 +28,7 @@ from reconciler.lifecycle import (
 from reconciler.model.act import Act
 from reconciler.model.proof import NOTHING_DONE, nothing_written
 from reconciler.model.states import TaskKind
-from reconciler.records import claims, queue
+from reconciler.records import claims, queue, tokens
 from reconciler.records.leasing import DUE
 
 # Refusals of a firmware change by its host before it makes a BIOS job. Any other end, such as that
@@ -252,10 +252,16 @@ def _close_gate_after_reboot(conn: Connection, task: Task, failure: Failure) -> 
         host.restarted_before_start(conn, task.node_id, act, since=task.parameters["boot_id"])
 
 
+def _installation_failed(conn: Connection, task: Task, _failure: Failure) -> None:
+    """End its tickets: they stay on the machine, where its next tenant is root."""
+    tokens.end_tickets(conn, task.node_id)
+
+
 # Effects by kind. Other kinds change no records; their failure is stored in the task.
 EFFECTS: dict[str, Callable[[Connection, Task, Failure], None]] = {
     TaskKind.SLICE_VM_PROVISION: _provision_failed,
     TaskKind.SLICE_VM_POWER: _power_failed,
+    TaskKind.NODE_DEPLOY: _installation_failed,
     TaskKind.NODE_REBOOT: _maintenance_failed,
     TaskKind.NODE_FIRMWARE: _maintenance_failed,
     TaskKind.SLICE_VM_RELEASE: _release_failed,

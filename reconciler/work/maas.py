@@ -53,6 +53,9 @@ log = logging.getLogger("gpuaas.maas")
 # Time between two looks at a machine. Time for the effect of a request that was not answered: MAAS
 # goes on after the proxy before it gave up. Requests of a kind at most.
 POLL_S, REPEAT_S, MOST = 15.0, 180.0, 3
+# After so long without an effect a release is not repeated: it may have had one, and another client
+# of the same user in MAAS may have installed the machine since, which takes some minutes.
+UNSEEN_S = 600.0
 # MAAS gives up a deployment after 40 minutes, and a machine with 4 TiB of memory boots for 20.
 _LONGEST_S = 3 * 3600.0
 _FAILED = (Status.FAILED_DEPLOYMENT, Status.FAILED_RELEASING, Status.FAILED_DISK_ERASING)
@@ -177,7 +180,8 @@ def _decide(
     if status in (Status.RELEASING, Status.DISK_ERASING) and progress.phase != "deploy":
         return "wait", shows
     verb = _request(kind, node, machine, progress)
-    if verb == progress.phase and (progress.answered or progress.requests >= MOST):
+    unseen = verb == "release" and now - progress.asked_at > UNSEEN_S
+    if verb == progress.phase and (progress.answered or progress.requests >= MOST or unseen):
         remedy = "read the machine's events in MAAS, then ask again"
         raise _refused("undone", node, f"{shows} after {verb}", remedy)
     unlocking = machine.locked and progress.phase == "unlock"

@@ -5,7 +5,9 @@ of its tenant and to no other one but the default partition, in which it is a li
 members reach the subnet manager and not each other.
 
 The requests are made outside of transactions. One task at a time works on a node, so nothing else
-changes the functions of its slots meanwhile.
+changes the functions of its slots meanwhile. A worker that was paused may have lost its task, and
+another tenant may have the slots. So a launch and a release read their claims again after the first
+answer: the time for the requests that follow has begun before it.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ def join(engine: Engine, settings: Settings, task: Task) -> None:
         strangers = before.get(tenant.key, _EMPTY).members.keys() - tenant.guids
         # Read after the partitions: another machine of the project may have joined meanwhile.
         with reading(engine) as conn:
+            _require_claims(_identities(conn, task), task)
             strangers -= _mates(conn, tenant.project)
             ours = set(conn.execute(sa.select(slots.c.fabric_identity)).scalars())
         if strangers - ours:
@@ -104,7 +107,12 @@ def leave(engine: Engine, settings: Settings, task: Task) -> None:
     if not guids:
         return
     with Client(ufm_access(settings)) as ufm:
-        _leave(ufm, ufm.partitions(), guids, numbers)
+        before = ufm.partitions()
+        with reading(engine) as conn:
+            guids &= frozenset(_identities(conn, task).values())
+        if not guids:
+            return
+        _leave(ufm, before, guids, numbers)
         problems = _read_back(ufm, guids, None, among=numbers)
         if problems:
             raise _unproven("in no tenant's partition", problems)
@@ -143,8 +151,7 @@ def _tenant(work: Work) -> Tenant:
     numbers = fabric.numbers(work.profile)
     project = allocation_records.get(work.conn, work.allocation_id).project_id
     guids = _identities(work.conn, work.task)
-    if guids.keys() != work.task.fences.keys():
-        raise canceled("claims that still stand", "a later claim on a slot of the task")
+    _require_claims(guids, work.task)
     for slot_id, guid in guids.items():
         if not _GUID.fullmatch(guid):
             raise Problem(
@@ -155,6 +162,11 @@ def _tenant(work: Work) -> Tenant:
             )
     key = segments.assign(work.conn, project, Isolation.PARTITION, numbers)
     return Tenant(project, key, numbers, frozenset(guids.values()))
+
+
+def _require_claims(guids: Mapping[str, str], task: Task) -> None:
+    if guids.keys() != task.fences.keys():
+        raise canceled("claims that still stand", "a later claim on a slot of the task")
 
 
 def _mates(conn: Connection, project_id: str) -> set[str]:

@@ -379,6 +379,9 @@ class Job:
             status = "timeout"
         elapsed = job.get("elapsed")
         verdict = judge(recorder, status, None, float(elapsed) if elapsed else 0.0)
+        if self._record.problem and verdict["result"]:
+            # It ended before it was canceled. It had other variables, or other hosts.
+            verdict |= {"status": "failed", "result": None}
         # A missing event may have been a module that ran on the host.
         if feed.missing or not recorder.over:
             verdict["touched"] = True

@@ -17,7 +17,7 @@ from reconciler.inventory import maas_sync
 from reconciler.inventory.maas import Client
 from reconciler.inventory.machines import UNSURE, lock_comment
 from reconciler.inventory.readings import Reading
-from reconciler.lifecycle import baremetal, host, installation, slots
+from reconciler.lifecycle import baremetal, host, installation, slots, task_failures
 from reconciler.lifecycle import launch as launching
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
@@ -272,6 +272,23 @@ def test_a_request_is_not_repeated_before_the_proxys_silence_has_shown_its_effec
     for _ in range(5):
         maas.step()
     assert maas.asked() == ["release"]
+
+
+def test_a_release_without_an_answer_is_not_repeated_after_a_long_time(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had an effect, and another client of the same user has installed the machine since."""
+    maas.maintain()
+    maas.begin(lost=["release"])
+    maas.queue()
+    maas.step()
+    assert maas.asked() == ["release"]
+    maas.begin(machine())
+    monkeypatch.setattr(maas_tasks, "UNSEEN_S", -1.0)
+    assert maas.play().error["code"] == "maas_undone"
+    maas.queue()
+    assert maas.play().error["code"] == "maas_occupied"
+    assert maas.asked() == []
 
 
 CONDITIONS: list[tuple[dict[str, Any], str]] = [
@@ -790,7 +807,9 @@ def test_a_lock_that_comes_before_the_next_read_may_be_a_persons(maas: Maas) -> 
     assert (maas.node().maas or {})["locked"] is False
 
 
-def test_an_unlock_that_never_reached_maas_is_repeated(maas: Maas) -> None:
+def test_an_unlock_that_never_reached_maas_is_repeated(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch
+) -> None:
     maas.tenancy()
     maas.locked()
     text = f"(gpuaas) - {lock_comment('m1')}"
@@ -799,6 +818,10 @@ def test_an_unlock_that_never_reached_maas_is_repeated(maas: Maas) -> None:
     maas.queue()
     maas.step()
     assert (maas.node().maas or {})["locked"] == UNSURE
+    with monkeypatch.context() as early:
+        early.setattr(maas_tasks, "REPEAT_S", 600.0)
+        maas.step()
+    assert maas.asked() == ["unlock"], "it may have its effect yet"
     maas.begin(machine(locked=True), events=[lock])
     assert maas.play().state == "succeeded"
     assert maas.asked() == ["unlock", "release", "deploy"]
@@ -855,6 +878,26 @@ def test_a_ticket_ends_with_its_deployment(maas: Maas) -> None:
     maas.enrol()
     assert maas.play(enrols=False).state == "succeeded"
     assert code(maas.enrol, maas.ticket()) == "token_invalid"
+
+
+@pytest.mark.parametrize("end", ["canceled", "lost"])
+def test_a_ticket_ends_with_a_deployment_that_is_given_up(maas: Maas, end: str) -> None:
+    """While it waits for MAAS, or because its worker is gone."""
+    maas.tenancy()
+    task = maas.step()
+    while not maas.fields("deploy"):
+        task = maas.step()
+    assert task and task.state == "waiting"
+    with transaction(maas.engine) as conn:
+        if end == "canceled":
+            task_failures.cancel(conn, task.id, ADMIN)
+        else:
+            conn.execute(sa.update(tasks).values(not_before=None))
+            (running,) = leasing.lease(conn, "worker", kinds=[DEPLOY])
+            task_failures.lose(conn, running, ADMIN)
+    assert maas.task(task.id).state == end
+    assert code(maas.enrol, maas.ticket()) == "token_invalid"
+    assert maas.node().tenant_machine_ids
 
 
 def test_an_answer_without_end_is_cut_off(maas: Maas, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,6 +340,40 @@ def test_a_late_launch_enters_no_partition(
     assert list(manager.record()["partitions"]) == ["0x7fff"]
 
 
+@pytest.mark.parametrize("kind", ["launch", "release"])
+def test_a_worker_that_was_paused_changes_no_partition_of_the_next_tenant(
+    sold: Site,
+    runs: Runs,
+    attend: Callable[[], Task],
+    manager: Manager,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """The slot gets a later claim while the worker stands between its records and UFM."""
+    reads = ufm.Client.partitions
+
+    def paused(client: ufm.Client) -> dict[int, ufm.Partition]:
+        monkeypatch.setattr(ufm.Client, "partitions", reads)
+        with transaction(sold.engine) as conn:
+            conn.execute(sa.update(slots).values(fence=slots.c.fence + 1))
+        manager.begin(partitions={"0x11": {BARE[0]: "full"}})
+        return reads(client)
+
+    key = launch(sold, runs)
+    if kind == "release":
+        attend()
+        with transaction(sold.engine) as conn:
+            launching.release(conn, key, ADMIN)
+        runs.alive = False
+        runs.ends(
+            "failed", error={"code": "stale_fence", "expected": "", "found": "", "remedy": ""}
+        )
+    monkeypatch.setattr(ufm.Client, "partitions", paused)
+    attend()
+    assert manager.record()["partitions"] == {"0x7fff": {}, "0x11": {BARE[0]: "full"}}
+    assert [detail["partition"] for _, detail in audited(sold)] == ["0x10"] * (kind == "release")
+
+
 def test_drift_takes_idle_functions_out_and_closes_what_it_cannot_prove(
     sold: Site, runs: Runs, attend: Callable[[], Task], manager: Manager
 ) -> None:

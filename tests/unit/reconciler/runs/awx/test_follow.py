@@ -389,6 +389,20 @@ def test_a_job_for_another_host_is_canceled(
     assert prepared.cancel.exists()
 
 
+def test_a_job_for_another_host_that_ends_before_it_is_canceled_is_no_success(
+    awx: Controller, play: Play
+) -> None:
+    awx.change(
+        steps=1,
+        status={CANCEL: [405, 9]},
+        strange={JOB: [{"id": 1, "status": "running", "limit": "node-2"}]},
+    )
+    verdict = verdict_of(play)
+    assert (verdict["status"], verdict["result"]) == ("failed", None)
+    assert verdict["problem"].startswith("awx_job_differs: ")
+    assert verdict["touched"]
+
+
 def test_a_cancel_that_comes_too_late_changes_nothing(
     awx: Controller, prepared: RunPaths, play: Play
 ) -> None:

@@ -109,6 +109,16 @@ def test_a_launch_that_never_arrived_is_repeated_after_a_while(
     assert time.monotonic() - begun > 0.6
 
 
+def test_a_launch_that_is_repeated_is_waited_for_as_long_as_the_first(
+    awx: Controller, play: Play
+) -> None:
+    """The first one never arrived, and the second one is carried out late."""
+    awx.change(drop={LAUNCH: 1}, cut={LAUNCH: 1}, later_s=0.3)
+    ended(play(quiet=2.0))
+    time.sleep(0.35)
+    assert len(awx.jobs()) == 1
+
+
 def test_a_process_that_died_after_asking_finds_its_job(
     awx: Controller, prepared: RunPaths, play: Play
 ) -> None:
