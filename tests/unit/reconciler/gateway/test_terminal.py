@@ -728,6 +728,66 @@ def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
     assert taken < 16 << 20 and waiting < 2 << 20
 
 
+def test_input_that_the_guest_does_not_read_stays_with_the_client(world: World) -> None:
+    async def type_on() -> int:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        process = await client.create_process("exec sleep 600", encoding=None)
+        process.stdin.write(bytes(32 << 20))
+        (session,) = world.gateway.clients
+        taken = 0
+        while not taken or taken != session.traffic()[0]:
+            taken = session.traffic()[0]
+            await asyncio.sleep(0.5)
+        client.abort()
+        return taken
+
+    # What the guest's server and the kernel's buffers hold was taken, too.
+    assert world.on_loop(type_on()) < 16 << 20
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300)])
+@pytest.mark.parametrize("when", ["opening", "open"])
+def test_a_channel_that_closes_ends_its_shell(
+    world: World, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the guest opens it. Its connection goes on, and no limit counts the channel."""
+    log_in, going = Machine.log_in, asyncio.Event()
+    guests: list[asyncssh.SSHClientConnection] = []
+
+    async def wait(self: Machine) -> asyncssh.SSHClientConnection:
+        if when == "opening":
+            await going.wait()
+        guests.append(await log_in(self))
+        return guests[-1]
+
+    monkeypatch.setattr(Machine, "log_in", wait)
+
+    async def leave() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            process = await client.create_process("echo in; exec sleep 600")
+            if when == "open":
+                assert await process.stdout.readline() == "in\n"
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client)
+            (shell,) = session._terminals
+            process.close()
+            async with asyncio.timeout(60):
+                while not shell.gone:
+                    await asyncio.sleep(0.02)
+                going.set()
+                while not (shell.over and guests[0].is_closed()):
+                    await asyncio.sleep(0.02)
+            assert not session.ended.is_set()
+
+    world.on_loop(leave())
+
+
 def test_an_idle_terminal_ends(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a client that has read the end of its channel, after which OpenSSH reads nothing."""
     whole = asyncssh.SSHServerConnection.send_packet
@@ -784,6 +844,12 @@ def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: S
         other.send(json.dumps(OPEN))
         assert Web(other).end()[0] == "ticket_refused"
     world.refused("ticket_refused", "too_many_connections")
+
+
+def test_a_socket_that_says_nothing_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_OPEN_S", 0.5)
+    with site.dial() as client:
+        assert Web(client).end()[:2] == ("frame_refused", 4007)
 
 
 def test_many_sockets_one_after_the_other_are_watched_once(
