@@ -935,6 +935,45 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
         assert admin.post(replay, json={"reason": "again"}).status_code == status
 
 
+def test_terminals_of_one_connection_share_a_recording(world: World) -> None:
+    """At once and one after the other: it can be replayed, and its digest is that of all."""
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    admin = world.stack.client("admin")
+
+    def replay() -> dict[str, str]:
+        row = world.sessions()[0]
+        path = f"admin/ssh-sessions/{row['id']}/replay"
+        return dict(admin.post(path, json={"reason": "incident 7"}).json())
+
+    async def work() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            async with client.create_process("echo first; cat") as first:
+                assert await first.stdout.readline() == "first\n"
+                assert (await client.run("echo second")).stdout == "second\n"
+                assert (await asyncio.to_thread(replay))["digest"] == ""
+                first.stdin.write_eof()
+                await first.wait()
+            assert (await client.run("echo third")).stdout == "third\n"
+
+    world.on_loop(work())
+    until(lambda: all(row["closed_at"] and row["recording_digest"] for row in world.sessions()))
+    answer = replay()
+
+    def complete() -> bool:
+        answer.update(replay())
+        return hashlib.sha256(answer["cast"].encode()).hexdigest() == answer["digest"]
+
+    until(complete)
+    header, *lines = [json.loads(line) for line in answer["cast"].splitlines()]
+    assert header["version"] == 2
+    shown = "".join(text for _, kind, text in lines if kind == "o")
+    assert [word for word in ("first", "second", "third") if word in shown] == shown.split()
+
+
 @pytest.mark.parametrize("words", ["", "yes"], ids=["silent", "busy"])
 def test_a_service_that_stops_ends_its_terminals_with_a_record(
     world: World, limits: Limits, monkeypatch: pytest.MonkeyPatch, words: str
