@@ -49,8 +49,8 @@ class Limits:
     time, because each leaves rows. terminals: of one member; typed_s: life of a terminal without
     input; terminal_s: life of a terminal. unread: bytes that a client of SSH leaves unread.
 
-    of_allocation and terminals count the sessions of all gateways; terminals in browsers count
-    apart.
+    of_allocation and terminals count the sessions of all gateways, and terminals also the shells of
+    each; terminals in browsers count apart.
     """
 
     connections: int = 1000

@@ -833,6 +833,29 @@ def test_terminals_of_one_member_are_counted_over_all_processes(world: World, si
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
+def test_terminals_of_one_connection_are_counted(world: World) -> None:
+    """Its record is one, and that of a jump if it began with one."""
+
+    async def work() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            await client.open_connection("slice", 22)
+            one, another = [await client.create_process("echo in; cat") for _ in range(2)]
+            for process in (one, another):
+                assert await process.stdout.readline() == "in\n"
+            with pytest.raises(asyncssh.ChannelOpenError, match="too many terminals"):
+                await client.create_process("id")
+            one.stdin.write_eof()
+            await one.wait()
+            assert "uid=" in str((await client.run("id")).stdout)
+
+    world.on_loop(work())
+    world.refused("too_many_connections")
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
     """Each holds one until its first frame, without a ticket."""
     with ExitStack() as opened:
