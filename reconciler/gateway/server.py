@@ -245,6 +245,7 @@ class Client(Session, asyncssh.SSHServer):
     def session_requested(self) -> asyncssh.SSHServerSession[bytes]:
         """A shell or command of the machine, in a terminal or without a terminal."""
         self._require_room()
+        self._require_terminals()
         shell = Shell(self._run)
         self._terminals = [*(other for other in self._terminals if not other.gone), shell]
         return shell
@@ -290,6 +291,16 @@ class Client(Session, asyncssh.SSHServer):
             )
             self._later(problem)
             raise asyncssh.ChannelOpenError(asyncssh.OPEN_RESOURCE_SHORTAGE, "too many channels")
+
+    def _require_terminals(self) -> None:
+        # A connection has many, and one record: that of a jump, if it began with one.
+        clients = (each for each in self.gateway.clients if isinstance(each, Client))
+        mine = (each._terminals for each in clients if each.owner == self.owner)
+        running = sum(not shell.over for shells in mine for shell in shells)
+        limit = self.gateway.limits.terminals
+        if running >= limit:
+            self._later(too_many(f"fewer than {limit} terminals of a member", f"{running}"))
+            raise asyncssh.ChannelOpenError(asyncssh.OPEN_RESOURCE_SHORTAGE, "too many terminals")
 
     def connection_requested(
         self, dest_host: str, dest_port: int, _orig_host: str, _orig_port: int

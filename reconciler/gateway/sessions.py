@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from ipaddress import ip_network
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine
 
@@ -26,6 +26,9 @@ from reconciler.model.client_limits import Buckets, client_network, oldest_of_mo
 from reconciler.model.errors import Problem
 from reconciler.records import ssh_sessions
 from reconciler.trust.ca import Trust
+
+if TYPE_CHECKING:
+    from reconciler.gateway.terminal import Recording
 
 log = logging.getLogger("gpuaas.gateway")
 T = TypeVar("T")
@@ -46,8 +49,8 @@ class Limits:
     time, because each leaves rows. terminals: of one member; typed_s: life of a terminal without
     input; terminal_s: life of a terminal. unread: bytes that a client of SSH leaves unread.
 
-    of_allocation and terminals count the sessions of all gateways; terminals in browsers count
-    apart.
+    of_allocation and terminals count the sessions of all gateways, and terminals also the shells of
+    each; terminals in browsers count apart.
     """
 
     connections: int = 1000
@@ -290,13 +293,15 @@ class Session(ABC):
     """One connection of a tenant. address: its client's. person: the actor who has proven to be its
     client, "" before. came, since: when it began, and when it was let in, 0 before. judged_at: when
     it was last authorised.
-    session: the id of its record, "" before its first use of the machine.
+    session: the id of its record, "" before its first use of the machine. recording: of all its
+    terminals.
     """
 
     def __init__(self, gateway: Sessions) -> None:
         self.gateway = gateway
         self.grant: Grant | None = None
         self.session = ""
+        self.recording: Recording | None = None
         self.came = time.monotonic()
         self.since = self.judged_at = 0.0
         self.address = self.person = ""

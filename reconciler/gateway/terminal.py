@@ -65,6 +65,7 @@ class Terminal:
         self._guest = guest
         self._size = self._newest = size
         self._problem: Problem | None = None
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
         self._free = asyncio.Event()
         self._free.set()
         loop = asyncio.get_running_loop()
@@ -89,7 +90,7 @@ class Terminal:
             raise self._problem
         self.sent += len(data)
         if self.recording is not None:
-            await self.recording.keep(data)
+            await self.recording.keep(self._text.decode(data, final=not data))
         return data
 
     async def write(self, data: bytes) -> None:
@@ -160,9 +161,6 @@ async def open_terminal(
     guest = await machine.log_in()
     try:
         await session.begin(grant, way)
-        recording = None
-        if recorded:
-            recording = Recording(session, grant.project_id, wish.size)
         # A guest answers the login, and may be silent from then on.
         async with machine.in_time():
             process: asyncssh.SSHClientProcess[bytes] = await guest.create_process(
@@ -173,6 +171,7 @@ async def open_terminal(
                 term_size=wish.size,
                 window=WINDOW,
             )
+        recording = _recording(session, grant.project_id, wish.size) if recorded else None
     except asyncssh.ChannelOpenError:
         guest.abort()
         raise Problem(
@@ -188,10 +187,21 @@ async def open_terminal(
     return Terminal(guest, process, recording, wish.size)
 
 
-class Recording:
-    """Output of a terminal as asciicast 2, and input only where it is echoed.
+def _recording(session: Session, project_id: str, size: tuple[int, int]) -> Recording:
+    """The session's recording, with another terminal."""
+    if session.recording is None:
+        session.recording = Recording(session, project_id, size)
+    else:
+        session.recording.join(*size)
+    return session.recording
 
-    The session ends at the limit of size, so that nothing is shown without being recorded.
+
+class Recording:
+    """Output of a session's terminals as asciicast 2, and input only where it is echoed.
+
+    A client may open several in a connection, at once or one after the other. They share a
+    recording: one of each would be neither readable nor what the digest says.
+    A terminal ends at the limit of size, so that nothing is shown without being recorded.
     """
 
     LIMIT = 8 << 20
@@ -206,7 +216,7 @@ class Recording:
         self._waiting = self._whole = 0
         self._writing: asyncio.Task[None] | None = None
         self._checksum = hashlib.sha256()
-        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        self._terminals = 1
         header = {"version": 2, "width": size[0], "height": size[1], "timestamp": int(time.time())}
         self._add(header)
 
@@ -215,9 +225,17 @@ class Recording:
         """The announcement, which is shown before anything else."""
         return self.NOTICE.format(self._project_id).encode()
 
-    async def keep(self, data: bytes) -> None:
-        """Keep a piece of output; b"" is its end."""
-        if text := self._text.decode(data, final=not data):
+    def join(self, columns: int, rows: int) -> None:
+        """Record another terminal, too."""
+        self.resize(columns, rows)
+        if not self._terminals:
+            # It is not complete any more.
+            self._flush("")
+        self._terminals += 1
+
+    async def keep(self, text: str) -> None:
+        """Keep a piece of output."""
+        if text:
             self._add([self._elapsed(), "o", text])
         if self._writing is not None:
             await asyncio.shield(self._writing)
@@ -234,14 +252,13 @@ class Recording:
                 "recording_full",
                 expected=f"at most {self.LIMIT >> 20} MiB of a recording",
                 found="more",
-                remedy="open another terminal, or copy much data with scp",
+                remedy="open a terminal in another connection, or copy much data with scp",
             )
 
     async def close(self) -> None:
-        """Write the rest, and the digest of all."""
-        await self._flush()
-        checksum, session = self._checksum.hexdigest(), self._session.session
-        await self._session.gateway.write(lambda conn: terminals.finish(conn, session, checksum))
+        """Write the rest of a terminal, and after the last one the digest of all."""
+        self._terminals -= 1
+        await self._flush(None if self._terminals else self._checksum.hexdigest())
 
     def _elapsed(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -255,14 +272,16 @@ class Recording:
         if self._waiting > self.PART or time.monotonic() - self._written > self.PART_S:
             self._flush()
 
-    def _flush(self) -> asyncio.Task[None]:
+    def _flush(self, digest: str | None = None) -> asyncio.Task[None]:
         part, self._lines, self._waiting = "".join(self._lines), [], 0
         self._written = time.monotonic()
         # A part is written although its reader was cut, and before the next.
-        self._writing = asyncio.create_task(self._write(part, self._writing))
+        self._writing = asyncio.create_task(self._write(part, digest, self._writing))
         return self._writing
 
-    async def _write(self, part: str, before: asyncio.Task[None] | None) -> None:
+    async def _write(
+        self, part: str, digest: str | None, before: asyncio.Task[None] | None
+    ) -> None:
         if before is not None:
             await before
         session, project = self._session.session, self._project_id
@@ -270,3 +289,5 @@ class Recording:
             await self._session.gateway.write(
                 lambda conn: terminals.append(conn, session, project, part)
             )
+        if digest is not None:
+            await self._session.gateway.write(lambda conn: terminals.finish(conn, session, digest))

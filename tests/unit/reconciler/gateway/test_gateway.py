@@ -57,7 +57,14 @@ from reconciler.work.kinds import slices
 from tests.unit.reconciler.api.stack import ACT, NODE
 from tests.unit.reconciler.benchmark.sshd import SSHD, USER, new_key
 from tests.unit.reconciler.console.browser import Browser
-from tests.unit.reconciler.gateway.conftest import IMPATIENT, NAME, QUICK, World, open_way
+from tests.unit.reconciler.gateway.conftest import (
+    IMPATIENT,
+    NAME,
+    QUICK,
+    Mute,
+    World,
+    open_way,
+)
 from tests.unit.reconciler.service.service import until
 
 AMOUNT = 128 << 20
@@ -625,6 +632,15 @@ def test_strangers_close_the_door_for_nobody(world: World) -> None:
     assert rows == {("too_many_connections", "gateway")}
 
 
+def test_a_client_that_does_not_log_in_is_cut(world: World) -> None:
+    world.gateway.limits = replace(world.gateway.limits, login_s=0.5)
+    acceptor = world.on_loop(world.gateway.listen(NAME, 0))
+    with socket.create_connection((NAME, acceptor.get_port()), 30) as silent:
+        while silent.recv(1 << 10):
+            pass
+    world.loop.call_soon_threadsafe(acceptor.close)
+
+
 @pytest.mark.parametrize("terminal", [True])
 @pytest.mark.parametrize("how", ["fails", "hangs", "waits"])
 def test_no_session_keeps_the_others_from_being_cut(
@@ -722,6 +738,25 @@ def test_what_ends_cuts_the_session_and_admits_no_other(world: World, end: Any) 
 def _sessions(world: World) -> list[dict[str, Any]]:
     answer = world.stack.client("admin").get("projects/demo/ssh-sessions")
     return list(answer.json()["items"])
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, check_s=600)])
+def test_a_channel_is_authorised_by_itself(world: World) -> None:
+    """Its connection may have logged in before the allocation ended, and is not yet cut."""
+
+    async def ask() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            code = await asyncio.to_thread(end_allocation, world)
+            with pytest.raises(asyncssh.ChannelOpenError, match=code):
+                await client.open_connection("slice", 22)
+            async with client.create_process("id") as process:
+                assert code in await process.stderr.read()
+
+    world.on_loop(ask())
+    assert world.sessions() == []
 
 
 def test_a_member_registers_a_key_of_its_own(world: World) -> None:
@@ -937,8 +972,11 @@ def test_a_gateway_that_stops_waits_for_its_work_and_what_that_leaves(world: Wor
     other.close()
 
 
-def test_one_tenant_does_not_take_all_logins_at_a_host(world: World) -> None:
+def test_one_tenant_does_not_take_all_logins_at_a_host(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host's sshd drops those of the service and of other tenants when too many are begun."""
+    monkeypatch.setattr(machine, "LOGINS_AT_HOST", machine.LOGINS_OF_ALLOCATION + 1)
     other = world.launch(key="other")
     silent = socket.create_server(("127.0.0.1", 0))
     world.dial(silent.getsockname()[1])
@@ -967,15 +1005,16 @@ def test_one_tenant_does_not_take_all_logins_at_a_host(world: World) -> None:
     until(lambda: len(begun) >= machine.LOGINS_OF_ALLOCATION)
     time.sleep(0.5)
     assert len(begun) == machine.LOGINS_OF_ALLOCATION
-    clients += world.on_loop(ask(other, 1))
+    clients += world.on_loop(ask(other, machine.LOGINS_OF_ALLOCATION))
     until(lambda: len(begun) > machine.LOGINS_OF_ALLOCATION)
+    time.sleep(0.5)
     # At once, or a turn that one gives back would be another's.
     world.loop.call_soon_threadsafe(lambda: [client.abort() for client in clients])
     until(lambda: not world.gateway.clients)
     silent.close()
     for connection in begun:
         connection.close()
-    assert len(begun) == machine.LOGINS_OF_ALLOCATION + 1, "who has hung up logs in no more"
+    assert len(begun) == machine.LOGINS_AT_HOST, "who has hung up logs in no more"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -1037,6 +1076,27 @@ def test_channels_that_their_client_never_closes_are_bounded(world: World, termi
     # The client aborts shells that are being opened, which leaves refusals of other kinds.
     codes = {"too_many_channels"}
     until(lambda: codes <= {row["detail"]["code"] for row in world.audit("gateway.refused")})
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, channels=3, machine_s=300)])
+def test_channels_that_are_being_opened_are_bounded(world: World, mute: Mute) -> None:
+    mute.host()
+
+    async def ask() -> list[str]:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        asked = [asyncio.create_task(client.open_connection("slice", 22)) for _ in range(5)]
+        async with asyncio.timeout(60):
+            while sum(each.done() for each in asked) < 2:
+                await asyncio.sleep(0.02)
+        refused = [str(each.exception()) for each in asked if each.done()]
+        client.abort()
+        await asyncio.gather(*asked, return_exceptions=True)
+        return refused
+
+    assert world.on_loop(ask()) == ["too many channels"] * 2
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, channels=3)])
@@ -1131,6 +1191,26 @@ def test_a_terminal_that_opens_while_sessions_are_authorised_ends_no_watch(
     monkeypatch.setattr(Client, "reason", lambda *_: "allocation_ended")
     asyncio.run(gateway._check(2.0))
     assert client._why == "allocation_ended"
+
+
+def test_a_silence_of_the_database_is_counted_from_the_last_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a session has been open by then."""
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", QUICK)
+    client = Client(gateway)
+    client.since = 1.0
+    gateway.clients.add(client)
+    monkeypatch.setattr(Client, "reason", lambda *_: "")
+    monkeypatch.setattr(Client, "idle", lambda *_: "")
+    ends = []
+    for now in (2.0, 1_000.0):
+        asyncio.run(gateway._check(now))
+    monkeypatch.setattr(gateway, "_judge", lambda *_: None)
+    for now in (1_000.0 + QUICK.unknown_s, 1_001.0 + QUICK.unknown_s):
+        asyncio.run(gateway._check(now))
+        ends.append(client._why)
+    assert ends == ["closed", "authorisation_unavailable"]
 
 
 @pytest.mark.parametrize("limit", ["of_address", "of_member", "of_allocation", "connections"])

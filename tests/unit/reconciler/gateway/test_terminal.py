@@ -728,6 +728,66 @@ def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
     assert taken < 16 << 20 and waiting < 2 << 20
 
 
+def test_input_that_the_guest_does_not_read_stays_with_the_client(world: World) -> None:
+    async def type_on() -> int:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        process = await client.create_process("exec sleep 600", encoding=None)
+        process.stdin.write(bytes(32 << 20))
+        (session,) = world.gateway.clients
+        taken = 0
+        while not taken or taken != session.traffic()[0]:
+            taken = session.traffic()[0]
+            await asyncio.sleep(0.5)
+        client.abort()
+        return taken
+
+    # What the guest's server and the kernel's buffers hold was taken, too.
+    assert world.on_loop(type_on()) < 16 << 20
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300)])
+@pytest.mark.parametrize("when", ["opening", "open"])
+def test_a_channel_that_closes_ends_its_shell(
+    world: World, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the guest opens it. Its connection goes on, and no limit counts the channel."""
+    log_in, going = Machine.log_in, asyncio.Event()
+    guests: list[asyncssh.SSHClientConnection] = []
+
+    async def wait(self: Machine) -> asyncssh.SSHClientConnection:
+        if when == "opening":
+            await going.wait()
+        guests.append(await log_in(self))
+        return guests[-1]
+
+    monkeypatch.setattr(Machine, "log_in", wait)
+
+    async def leave() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            process = await client.create_process("echo in; exec sleep 600")
+            if when == "open":
+                assert await process.stdout.readline() == "in\n"
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client)
+            (shell,) = session._terminals
+            process.close()
+            async with asyncio.timeout(60):
+                while not shell.gone:
+                    await asyncio.sleep(0.02)
+                going.set()
+                while not (shell.over and guests[0].is_closed()):
+                    await asyncio.sleep(0.02)
+            assert not session.ended.is_set()
+
+    world.on_loop(leave())
+
+
 def test_an_idle_terminal_ends(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a client that has read the end of its channel, after which OpenSSH reads nothing."""
     whole = asyncssh.SSHServerConnection.send_packet
@@ -773,6 +833,29 @@ def test_terminals_of_one_member_are_counted_over_all_processes(world: World, si
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
+def test_terminals_of_one_connection_are_counted(world: World) -> None:
+    """Its record is one, and that of a jump if it began with one."""
+
+    async def work() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            await client.open_connection("slice", 22)
+            one, another = [await client.create_process("echo in; cat") for _ in range(2)]
+            for process in (one, another):
+                assert await process.stdout.readline() == "in\n"
+            with pytest.raises(asyncssh.ChannelOpenError, match="too many terminals"):
+                await client.create_process("id")
+            one.stdin.write_eof()
+            await one.wait()
+            assert "uid=" in str((await client.run("id")).stdout)
+
+    world.on_loop(work())
+    world.refused("too_many_connections")
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
     """Each holds one until its first frame, without a ticket."""
     with ExitStack() as opened:
@@ -784,6 +867,12 @@ def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: S
         other.send(json.dumps(OPEN))
         assert Web(other).end()[0] == "ticket_refused"
     world.refused("ticket_refused", "too_many_connections")
+
+
+def test_a_socket_that_says_nothing_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_OPEN_S", 0.5)
+    with site.dial() as client:
+        assert Web(client).end()[:2] == ("frame_refused", 4007)
 
 
 def test_many_sockets_one_after_the_other_are_watched_once(
@@ -867,6 +956,45 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
         kept = world.stack.settings.model_copy(update={"keep_recordings_days": days})
         loops.tend_sessions(world.stack.engine, kept)
         assert admin.post(replay, json={"reason": "again"}).status_code == status
+
+
+def test_terminals_of_one_connection_share_a_recording(world: World) -> None:
+    """At once and one after the other: it can be replayed, and its digest is that of all."""
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    admin = world.stack.client("admin")
+
+    def replay() -> dict[str, str]:
+        row = world.sessions()[0]
+        path = f"admin/ssh-sessions/{row['id']}/replay"
+        return dict(admin.post(path, json={"reason": "incident 7"}).json())
+
+    async def work() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            async with client.create_process("echo first; cat") as first:
+                assert await first.stdout.readline() == "first\n"
+                assert (await client.run("echo second")).stdout == "second\n"
+                assert (await asyncio.to_thread(replay))["digest"] == ""
+                first.stdin.write_eof()
+                await first.wait()
+            assert (await client.run("echo third")).stdout == "third\n"
+
+    world.on_loop(work())
+    until(lambda: all(row["closed_at"] and row["recording_digest"] for row in world.sessions()))
+    answer = replay()
+
+    def complete() -> bool:
+        answer.update(replay())
+        return hashlib.sha256(answer["cast"].encode()).hexdigest() == answer["digest"]
+
+    until(complete)
+    header, *lines = [json.loads(line) for line in answer["cast"].splitlines()]
+    assert header["version"] == 2
+    shown = "".join(text for _, kind, text in lines if kind == "o")
+    assert [word for word in ("first", "second", "third") if word in shown] == shown.split()
 
 
 @pytest.mark.parametrize("words", ["", "yes"], ids=["silent", "busy"])
