@@ -130,7 +130,8 @@ def test_a_dead_file_server_of_any_program_holds_up_no_disk(loop, silent_mount: 
             )
     finally:
         os.close(file)
-    assert pids == [os.getpid()]
+    # udev may look at the new device at the same time.
+    assert os.getpid() in pids
 
 
 @pytest.mark.covers("I7")
