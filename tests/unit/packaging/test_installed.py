@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 
 from reconciler.shipped import COLLECTION
 from scripts import sbom, standalone
+from tests.bench.fleet.service import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = Path(sys.executable).parent
@@ -82,8 +82,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installe
     (packages,) = (folder / "opt" / "lib").glob("python*/site-packages")
     _link_locked(packages)
     (python.parent / "ansible-playbook").symlink_to(OURS / "ansible-playbook")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     text = (ROOT / "packaging" / "gpuaas.env").read_text()
     for name, value in {
         "GPUAAS_STATE_DIR": folder / "state",
@@ -318,7 +317,7 @@ def _host(here: Installed) -> dict[str, Any]:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.2)

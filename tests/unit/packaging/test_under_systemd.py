@@ -142,3 +142,6 @@ def test_the_two_units_of_a_larger_site_take_the_ones_place(machine: Machine) ->
     for unit in ("gpuaas-api.service", "gpuaas-worker.service"):
         machine.run("systemctl", "stop", unit)
         assert shown(machine, unit, "ActiveState", "Result") == ["inactive", "success"]
+    # For the tests that a worker of pytest-xdist takes over from another one.
+    machine.run("systemctl", "start", "gpuaas.service")
+    until(machine, ready)

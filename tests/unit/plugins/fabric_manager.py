@@ -45,8 +45,11 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FabricManager:
     return FabricManager(tmp_path)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait half a second for an answer."""
-    monkeypatch.setattr(_nvlink, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(_nvlink, "_CHANGE_S", 0.5)
+def be_short(patch: pytest.MonkeyPatch, faults: dict[str, str]) -> None:
+    """Wait half a second for an operation that hangs, and for no other: each of them starts the
+    program, which takes longer on a busy machine.
+    """
+    for operation, fault in faults.items():
+        if fault == "hang":
+            name = "_ANSWER_S" if operation == "-l" else "_CHANGE_S"
+            patch.setattr(_nvlink, name, 0.5)

@@ -53,9 +53,9 @@ class Idrac:
             "state": "present",
             "power_cycle": True,
             "wait": True,
-            "deadline": 20,
+            "deadline": 60,
             "interval": 0,
-            "timeout": 20,
+            "timeout": 60,
             "acknowledged_jobs": [],
             "program": "racadm",
         }

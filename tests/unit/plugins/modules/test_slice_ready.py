@@ -278,7 +278,10 @@ def test_a_guest_that_writes_long_lines_on_its_console_fails_by_its_tenant(guest
 
 
 @pytest.mark.parametrize(("banner", "ready"), [(b"SSH-2.0-x\r\n", True), (b"HTTP/1.1\r\n", False)])
-def test_only_an_ssh_server_counts(banner: bytes, ready: bool) -> None:
+def test_only_an_ssh_server_counts(
+    monkeypatch: pytest.MonkeyPatch, banner: bytes, ready: bool
+) -> None:
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

@@ -14,6 +14,7 @@ from reconciler.records import reports
 from tests.unit.reconciler.api.refusals import kept, refused
 from tests.unit.reconciler.api.stack import ACT, IMAGE, NODE, Stack, bundle
 from tests.unit.reconciler.api.test_launches import PATH, activate, launch
+from tests.unit.reconciler.service.service import until
 from tests.unit.reconciler.silent_names import NAME, silent_name
 
 pytestmark = pytest.mark.covers("ORCH-1", "ORCH-3")
@@ -121,6 +122,8 @@ def test_a_name_of_the_api_that_hangs_is_refused(
     configured(ready, f"https://{NAME}")
     with silent_name() as lookups:
         assert refused(ready, lambda: with_pool(ready))["code"] == "pool_unreachable"
+        # Its thread may begin later than the limit.
+        until(lambda: lookups.begun)
         assert (lookups.begun, lookups.ended) == (1, False)
 
 

@@ -707,14 +707,15 @@ def test_a_host_of_another_boot_at_each_start_is_asked_later_each_time(
                 sa.update(tables.tasks).where(tables.tasks.c.id == task.id).values(error=error)
             )
             proof = queue.open_of_node(conn, "n1")
-            pauses.append(round((proof[0].not_before or 0) - clock.read(conn)))
+            pauses.append((proof[0].not_before or 0) - clock.read(conn))
             conn.execute(
                 sa.delete(tables.tasks).where(tables.tasks.c.id.in_([t.id for t in proof]))
             )
             host.record_discovery(conn, "n1", sold.document(0), ADMIN)
             host.record_parity(conn, "n1", sold.parity(0), ADMIN)
-    assert pauses[:3] == [60, 120, 240]
-    assert pauses[-2:] == [3600, 3600]
+    # A machine may pause between the two readings of the clock.
+    assert pauses[:3] == pytest.approx([60, 120, 240], abs=25)
+    assert pauses[-2:] == pytest.approx([3600, 3600], abs=25)
     holdings = nothing()
     tenant(holdings, active, compare.bundles())
     compare(holdings, boot_id=boot_id)

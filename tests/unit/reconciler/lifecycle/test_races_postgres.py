@@ -98,7 +98,9 @@ def test_a_slot_that_is_taken_off_sale_while_its_gate_opens_stays_off(
 def test_one_host_key_is_not_certified_for_two_hosts_at_once(sold: Site, beside: Beside) -> None:
     key = "ssh-ed25519 AAAA"
 
-    def enrol(node_id: str, *, hold: threading.Event | None = None) -> str:
+    recorded, meet = threading.Event(), threading.Event()
+
+    def enrol(node_id: str, *, waits: bool = False) -> str:
         with transaction(sold.engine) as conn:
             try:
                 tokens.check_host_key(conn, node_id, key)
@@ -106,15 +108,15 @@ def test_one_host_key_is_not_certified_for_two_hosts_at_once(sold: Site, beside:
                 return problem.code
             given = {"certificate": "c", "principals": [node_id], "valid_until": 1.0}
             tokens.record_certificate(conn, node_id, ADMIN, serial=node_id, public_key=key, **given)
-            if hold:
-                hold.wait(SOON_S)
+            if waits:
+                recorded.set()
+                meet.wait(SOON_S)
         return ""
 
     with transaction(sold.engine) as conn:
         nodes.create(conn, ADMIN, id="n2")
-    meet = threading.Event()
-    first = beside(lambda: enrol("n1", hold=meet))
-    time.sleep(A_WHILE_S)
+    first = beside(lambda: enrol("n1", waits=True))
+    assert recorded.wait(SOON_S)
     second = beside(lambda: enrol("n2"))
     time.sleep(A_WHILE_S)
     meet.set()

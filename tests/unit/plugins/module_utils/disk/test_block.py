@@ -30,11 +30,6 @@ bench, loop = _fixtures["bench"], _fixtures["loop"]
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_block, "_PATIENCE_S", 0.3)
-
-
 class Watch:
     """Record of every block-device path that this process opens, by any function, while it is
     active.
@@ -67,8 +62,11 @@ def opened_block_devices() -> Iterator[list[str]]:
 
 
 def refused(disk: _block.Disk) -> Refusal:
-    with pytest.raises(Refusal) as caught, _block.exclusive(disk):
-        pass
+    """Without the time in which others, as udev on this machine, may look at a disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_block, "_PATIENCE_S", 0.3)
+        with pytest.raises(Refusal) as caught, _block.exclusive(disk):
+            pass
     return caught.value
 
 
@@ -128,11 +126,12 @@ def test_a_dead_file_server_of_any_program_holds_up_no_disk(loop, silent_mount: 
     try:
         with Path(loop.device).open("rb"):
             pids = _bounded.call(
-                lambda: [opener.pid for opener in _usage.openers({scan})[scan]], deadline=10
+                lambda: [opener.pid for opener in _usage.openers({scan})[scan]], deadline=60
             )
     finally:
         os.close(file)
-    assert pids == [os.getpid()]
+    # udev may look at the new device at the same time.
+    assert os.getpid() in pids
 
 
 @pytest.mark.covers("I7")

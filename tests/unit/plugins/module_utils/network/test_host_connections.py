@@ -51,15 +51,30 @@ def entries(rig: Rig, guest: rigs.Guest = A) -> int:
 def send(
     rig: Rig, number: int, *, guest: rigs.Guest = A, first: int = 10000, last: int = 0
 ) -> None:
-    """A new connection of the guest by each datagram, and at once a datagram of the last one."""
-    gateway = rigs.hardware_address(rig.host, "ovsbr0")
+    """A new connection of the guest by each datagram, and at once a datagram of the last one.
+
+    Until the host has seen them: it answers a question that the guest asks behind them.
+    """
+    gateway, own = rigs.hardware_address(rig.host, "ovsbr0"), guest.guard
+    nobody = "00:00:00:00:00:00"
+    question = frames.arp(own.mac, 1, (own.mac, own.ip), (nobody, rigs.GATEWAY), b"")
     with rigs.packet_socket(rig.place(guest.place), "eth0") as handle:
         for n, sport in enumerate([*range(first, first + number), *([last] if last else [])]):
             build = frames.Sender(guest).datagram(rigs.WORLD, sport=sport)
             handle.send(build(gateway, b"<000000>"))
             # The switch in user space loses frames that come faster than it reads.
             time.sleep(0.01 if n % 25 == 24 else 0)
-    time.sleep(0.1)
+
+        def answered() -> bool:
+            handle.send(question)
+            time.sleep(0.02)
+            with contextlib.suppress(BlockingIOError):
+                while not (frame := handle.recv(2048)).startswith(frames.mac(own.mac)):
+                    pass
+                return frame[12:14] == b"\x08\x06" and frame[21] == 2
+            return False
+
+        rigs._until(answered)
 
 
 def refused(rig: Rig, guest: rigs.Guest) -> int:

@@ -15,7 +15,7 @@ from tests.unit.plugins import fabric_manager
 from tests.unit.plugins.fabric_manager import FabricManager
 
 pytestmark = pytest.mark.covers("SLICE-4")
-manager, short = fabric_manager.manager, fabric_manager.short
+manager = fabric_manager.manager
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 PAIR = _nvlink.Partition((1, 3), address="192.0.2.9")
@@ -71,9 +71,15 @@ def test_a_board_without_the_partition(manager: FabricManager) -> None:
     ],
 )
 def test_a_fabric_manager_that_fails_is_named(
-    manager: FabricManager, short: None, operation: str, fault: str, code: str
+    manager: FabricManager,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    fault: str,
+    code: str,
 ) -> None:
-    manager.set(faults={operation: fault})
+    faults = {operation: fault}
+    manager.set(faults=faults)
+    fabric_manager.be_short(monkeypatch, faults)
     refusal = refused(manager)
     assert refusal.code == code
     texts = {"down": "Failed to connect", "refuse": "fmReturn: -8", "flood": "bytes"}

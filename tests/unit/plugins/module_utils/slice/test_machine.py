@@ -40,7 +40,7 @@ from tests.unit.plugins.fabric_manager import FabricManager
 from tests.unit.plugins.fake_switch import FakeSwitch
 
 pytestmark = pytest.mark.covers("SLICE-4")
-manager, short = fabric_manager.manager, fabric_manager.short
+manager = fabric_manager.manager
 
 ONE = "23bd713b-6073-4ef7-8a51-2897e902365d"
 NAME = _domain.domain_name(ONE)
@@ -486,17 +486,23 @@ def test_nothing_starts_beside_a_partition_that_another_slice_left(
     ],
 )
 def test_a_release_fails_while_the_partition_may_be_active(
-    host: Host, manager: FabricManager, short: None, fault: dict[str, str], code: str
+    host: Host,
+    manager: FabricManager,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: dict[str, str],
+    code: str,
 ) -> None:
     drive(JOINED)
     manager.set(faults=fault)
     removal = {**JOINED, "state": "absent"}
-    assert failing(removal) == (code, "deactivate_partition")
-    assert host.life == Life("shut off") and host.port() is None, "the guest does not run on"
-    assert _host.path(RECORD).exists(), "the next run would not know what to deactivate"
-    # A stop goes on, because the slice keeps its GPUs.
-    stopped = drive({**JOINED, "state": "stopped"})
-    assert [doubt.code for doubt in stopped.doubts] == [code]
+    with monkeypatch.context() as patch:
+        fabric_manager.be_short(patch, fault)
+        assert failing(removal) == (code, "deactivate_partition")
+        assert host.life == Life("shut off") and host.port() is None, "the guest does not run on"
+        assert _host.path(RECORD).exists(), "the next run would not know what to deactivate"
+        # A stop goes on, because the slice keeps its GPUs.
+        stopped = drive({**JOINED, "state": "stopped"})
+        assert [doubt.code for doubt in stopped.doubts] == [code]
     manager.set(faults={})
     drive(removal)
     assert manager.active == []

@@ -292,13 +292,13 @@ def test_no_document_of_a_guest_breaks_the_reader(document: dict[str, Any]) -> N
 
 
 @contextlib.contextmanager
-def program(channel: socket.socket) -> Iterator[None]:
-    """The guest program as a process. A terminal stands for the virtio port, joined to the socket
-    as QEMU joins both.
+def program(channel: socket.socket) -> Iterator[threading.Event]:
+    """The guest program as a process; the event is set once it has said something. A terminal
+    stands for the virtio port, joined to the socket as QEMU joins both.
     """
     master, slave = os.openpty()
     tty.setraw(slave)
-    stop = threading.Event()
+    stop, said = threading.Event(), threading.Event()
 
     def join() -> None:
         connection, _ = channel.accept()
@@ -307,6 +307,7 @@ def program(channel: socket.socket) -> Iterator[None]:
                 for ready in select.select([master, connection], [], [], 0.1)[0]:
                     if ready == master:
                         connection.sendall(os.read(master, 4096))
+                        said.set()
                     elif data := connection.recv(4096):
                         os.write(master, data)
                     else:
@@ -317,7 +318,7 @@ def program(channel: socket.socket) -> Iterator[None]:
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
     try:
-        yield
+        yield said
     finally:
         stop.set()
         process.kill()
@@ -354,23 +355,30 @@ def test_a_request_that_waited_for_the_guest_has_the_time_that_is_left(
         connection.sendall(line(request["nonce"]))
 
     with guest(channel, answers):
-        assert ask(deadline=20)["gpu_compute"]["ok"]
+        assert ask(deadline=60)["gpu_compute"]["ok"]
     left = [request["probes"]["gpu_compute"]["within_s"] for request in requests]
-    assert 19 < left[0] <= 20 and left[-1] <= 19 and left == sorted(left, reverse=True)
+    assert left[0] <= 60 and left[0] - left[-1] > 0.4 and left == sorted(left, reverse=True)
     assert len({request["nonce"] for request in requests}) == 1
 
 
 def test_what_may_still_pass_is_tried_until_its_deadline(channel: socket.socket) -> None:
-    with socket.socket() as late, program(channel):
+    with socket.socket() as late, program(channel) as said:
         late.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{late.getsockname()[1]}"
-        timer = threading.Timer(3, late.listen)
-        timer.start()
-        result = ask({"egress": {"target": target}, **GPU}, deadline=90)
-        timer.join()
-    assert result["egress"]["ok"] and result["egress"]["seconds"] >= 3, result
+
+        def listen() -> None:
+            """Later than the first try, behind which the other probe has answered."""
+            assert said.wait(90)
+            time.sleep(1)
+            late.listen()
+
+        listening = threading.Thread(target=listen)
+        listening.start()
+        result = ask({"egress": {"target": target}, **GPU}, deadline=120)
+        listening.join()
+    assert result["egress"]["ok"], result
     # Another probe does not wait for it, and one whose reason lasts is not tried again.
-    assert result["gpu_compute"]["seconds"] < result["egress"]["seconds"]
+    assert result["gpu_compute"]["seconds"] <= result["egress"]["seconds"]
     with socket.socket() as never, program(channel):
         never.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{never.getsockname()[1]}"
