@@ -157,6 +157,14 @@ def test_the_key_of_a_request_is_its_senders(selling: Stack) -> None:
     )
     assert (first.status_code, own.status_code) == (201, 201)
     assert "Idempotency-Replayed" not in own.headers
+    # Every caller has the same address for its own jobs and tokens.
+    with_model(selling)
+    for path, wish in (("jobs", {"model": "m", "input": {}}), ("tokens", {"name": "same"})):
+        both = [
+            selling.client(who).post(path, json=wish, headers=headers) for who in (VICTIM, ATTACKER)
+        ]
+        assert [answer.status_code for answer in both] == [201, 201], path
+        assert [answer.json()["project_id"] for answer in both] == ["demo", "other"]
 
 
 def test_a_name_belongs_to_nobody(selling: Stack) -> None:
