@@ -27,6 +27,7 @@ from reconciler.model import client_limits, cloud_config
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind, TaskState
+from reconciler.pools import pools
 from reconciler.records import leasing, projects, queue, tokens
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
@@ -39,9 +40,10 @@ from tests.unit.reconciler.api.test_baremetal import BODY as MACHINE
 from tests.unit.reconciler.api.test_baremetal import launch as launch_machine
 from tests.unit.reconciler.api.test_baremetal import metal
 from tests.unit.reconciler.api.test_ingress import ADDRESS, OTHER, body, with_addresses
-from tests.unit.reconciler.api.test_jobs import enqueue, with_model
+from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
 from tests.unit.reconciler.api.test_launches import BODY, activate, launch
 from tests.unit.reconciler.api.test_security import app_instance
+from tests.unit.reconciler.api.test_terminals import recorded
 from tests.unit.reconciler.service.service import until
 
 __all__ = ["metal"]
@@ -140,6 +142,45 @@ def test_no_operation_reaches_the_objects_of_another_project(
     assert kept(selling) == before
 
 
+def as_a_whole(stack: Stack) -> dict[str, Any]:
+    """What the attacker reads of its project without naming an object, from the contract."""
+    found = {}
+    for verb, path, operation in operations():
+        whole = re.findall("{.*?}", path) == ["{project_id}"]
+        # Whether a model is served follows from heartbeats: it has a test of its own.
+        whole = whole and not path.endswith("/jobs/models")
+        if verb == "get" and whole and "project-member" in roles(operation):
+            answer = stack.client(ATTACKER).get("http://test" + path.format(project_id="other"))
+            assert answer.status_code == 200, (path, answer.text)
+            document = answer.json()
+            # Up to the present moment, or since one before it.
+            for moment in ("to", "since"):
+                document.pop(moment, None)
+            found[path] = document
+    return found
+
+
+def test_no_list_or_sum_has_what_is_another_projects(
+    selling: Stack, request: pytest.FixtureRequest
+) -> None:
+    with_model(selling)
+    before = as_a_whole(selling)
+    assert len(before) > 10
+    recorded(selling, request.getfixturevalue("objects")["allocation_id"])
+    with transaction(selling.engine) as conn:
+        pool = pools.NewPool("a", ["m"], project_id="demo", target="remote")
+        pools.start(conn, pool, ACT, most=1)
+    bury(selling)
+    for path, sent in (
+        ("ssh-keys", {"public_key": OWN_KEY}),
+        ("jobs", {"model": "m", "input": {}}),
+    ):
+        answer = selling.client(VICTIM).post(f"projects/demo/{path}", json=sent)
+        assert answer.is_success, answer.text
+    now = as_a_whole(selling)
+    assert {path: now[path] for path in before if now[path] != before[path]} == {}
+
+
 def test_the_key_of_a_request_is_its_senders(selling: Stack) -> None:
     """The same idempotency key neither shows the victim's answer nor stands in its way."""
     mine = launch(selling, "same").json()
@@ -157,6 +198,14 @@ def test_the_key_of_a_request_is_its_senders(selling: Stack) -> None:
     )
     assert (first.status_code, own.status_code) == (201, 201)
     assert "Idempotency-Replayed" not in own.headers
+    # Every caller has the same address for its own jobs and tokens.
+    with_model(selling)
+    for path, wish in (("jobs", {"model": "m", "input": {}}), ("tokens", {"name": "same"})):
+        both = [
+            selling.client(who).post(path, json=wish, headers=headers) for who in (VICTIM, ATTACKER)
+        ]
+        assert [answer.status_code for answer in both] == [201, 201], path
+        assert [answer.json()["project_id"] for answer in both] == ["demo", "other"]
 
 
 def test_a_name_belongs_to_nobody(selling: Stack) -> None:
