@@ -154,6 +154,25 @@ def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold:
         assert invariants.check(conn) == []
 
 
+@pytest.mark.covers("CTRL-7", "I12", "I13")
+def test_nothing_is_removed_under_a_live_claim(sold: Site) -> None:
+    """The slot would be wiped and on sale, with a claim that refuses every launch there."""
+    with transaction(sold.engine) as conn:
+        key = sold.active(conn)
+        launch.release(conn, key, sold.act)
+        sold.finish(conn, TaskKind.SLICE_VM_RELEASE, TaskState.FAILED)
+        leased = {"code": "slot_leased", "found": f"leased by {UNKNOWN}"}
+        slices.release_failed(conn, key, sold.act, step="fence", error=leased)
+        (slot,) = recovery.blocked(conn)
+        assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "claim_live"
+        assert slots.get(conn, slot.id) == slot
+        assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
+        recovery.force_cleanup(conn, key, sold.act, runtime_verified_absent=False)
+        cleaned(sold, conn, recovery.remove_orphan(conn, slot.id, UNKNOWN, sold.act))
+        assert slots.get(conn, slot.id).status == "available"
+        assert invariants.check(conn) == []
+
+
 @pytest.mark.covers("CTRL-7", "I13")
 def test_a_removal_of_long_ago_frees_nothing_of_a_later_tenant(sold: Site) -> None:
     with transaction(sold.engine) as conn:
