@@ -137,7 +137,13 @@ def test_a_host_whose_proof_fails_starts_nothing(sold: Site, key: str) -> None:
 @pytest.mark.covers("I16")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_after_a_boot_only_a_slice_that_ran_starts(sold: Site, key: str, stopped: bool) -> None:
+    """None of another host, and none that is released."""
+    sold.node("n2", number=1)
     with transaction(sold.engine) as conn:
+        assert allocations.get(conn, sold.active(conn, 2)).node_id == "n2"
+        released = sold.active(conn)
+        assert allocations.get(conn, released).node_id == "n1"
+        launching.release(conn, released, ADMIN)
         if stopped:
             power.request(conn, key, PowerAction.STOP, ADMIN)
             sold.finish(conn, POWER)
@@ -355,6 +361,8 @@ def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> No
         queue.finish(conn, running.id, running.lease_token, TaskState.CANCELED, ADMIN)
         power.succeeded(conn, key, boot_id="late")
         assert allocations.get(conn, key).started_boot_id != "late"
+        power.failed(conn, running, {"code": "readiness_failed"})
+        assert allocations.get(conn, key).error == {}, "it would count as a failed release"
         assert len(leasing.lease(conn, "worker", kinds=[release])) == 1
 
 
