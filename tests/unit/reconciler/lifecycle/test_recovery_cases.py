@@ -413,6 +413,24 @@ def test_nothing_is_recovered_on_a_retired_node(story: Story) -> None:
         story.open()
 
 
+@pytest.mark.parametrize("resold", [False, True])
+def test_what_is_left_after_the_clean_up_is_for_a_person(story: Story, *, resold: bool) -> None:
+    """Not when a slot is sold again: what the host names may be of that tenant."""
+    story.open()
+    story.play()
+    story.answer(absent=False)
+    story.play()
+    story.wipe()
+    if resold:
+        story.do(lambda conn: story.site.allocate(conn, 2))
+    assert story.play().state == "confirming"
+    story.answer(absent=False)
+    case = story.play()
+    assert (case.state, len(case.proof_ids)) == ("recovered" if resold else "failed", 1)
+    assert case.failure.get("code") == (None if resold else "leftovers_remain")
+    assert "runtime_absence_after" in story.steps()
+
+
 def test_a_slot_that_was_sold_since_had_come_back(story: Story) -> None:
     story.open()
     story.play()
