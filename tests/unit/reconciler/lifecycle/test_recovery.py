@@ -106,14 +106,15 @@ def test_absence_from_before_the_failure_does_not_count(sold: Site) -> None:
 
 
 @pytest.mark.covers("CTRL-7", "I4", "I13")
-@pytest.mark.parametrize("wrong", ["old absence", "old proof", "not absent"])
+@pytest.mark.parametrize("wrong", ["old absence", "old proof", "no wipe", "not absent"])
 def test_half_of_the_evidence_gives_no_slot_back(sold: Site, wrong: str) -> None:
     """Without the word of the host since the block, the disk is wiped once more."""
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
         document = sold.proofs(conn, key)[slot.id]
-        proofs.record(conn, slot, ProofKind.WIPE, document, allocation_id=key)
+        kind = ProofKind.UNTOUCHED if wrong == "no wipe" else ProofKind.WIPE
+        proofs.record(conn, slot, kind, document, allocation_id=key)
         later = slot.status_since + 60
         seen_at = 1.0 if wrong == "old absence" else later
         absence = {**ABSENT, "absent": wrong != "not absent"}

@@ -155,7 +155,7 @@ def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold:
 
 
 @pytest.mark.covers("CTRL-7", "I12", "I13")
-def test_nothing_is_removed_under_a_live_claim(sold: Site) -> None:
+def test_nothing_is_wiped_under_a_live_claim(sold: Site) -> None:
     """The slot would be wiped and on sale, with a claim that refuses every launch there."""
     with transaction(sold.engine) as conn:
         key = sold.active(conn)
@@ -165,6 +165,7 @@ def test_nothing_is_removed_under_a_live_claim(sold: Site) -> None:
         slices.release_failed(conn, key, sold.act, step="fence", error=leased)
         (slot,) = recovery.blocked(conn)
         assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "claim_live"
+        assert code(recovery.repair, conn, slot.id, sold.act) == "claim_live"
         assert slots.get(conn, slot.id) == slot
         assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
         recovery.force_cleanup(conn, key, sold.act, runtime_verified_absent=False)
