@@ -125,7 +125,7 @@ def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Site) -> None:
 
 
 @pytest.mark.covers("CTRL-7", "CTRL-15", "I12")
-def test_nothing_is_removed_from_a_machine_that_is_sold_whole(sold: Site) -> None:
+def test_no_slot_is_wiped_on_a_machine_that_is_sold_whole(sold: Site) -> None:
     """Its tenant has the disks of all slots."""
     with transaction(sold.engine) as conn:
         host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
@@ -134,6 +134,8 @@ def test_nothing_is_removed_from_a_machine_that_is_sold_whole(sold: Site) -> Non
         assert slot.status == "disabled"
         assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "node_is_baremetal"
         assert slots.get(conn, slot.id).status == "disabled"
+        slices.block(conn, slot, "", sold.act, step="drift", error={"code": "disk_dirty"})
+        assert code(recovery.repair, conn, slot.id, sold.act) == "node_is_baremetal"
         assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
 
 
