@@ -28,8 +28,8 @@ from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.recovery import Move, Policy
-from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import allocations, leasing, nodes, queue, reports, slots
+from reconciler.model.states import ProofKind, TaskKind, TaskState
+from reconciler.records import allocations, leasing, nodes, proofs, queue, reports, slots
 from reconciler.records import recovery_cases as case_records
 from reconciler.records.claims import held_slots, of_allocation
 from reconciler.settings import Settings
@@ -337,9 +337,22 @@ def test_a_wipe_that_fails_is_for_a_person_and_can_be_tried_again(story: Story) 
     whole_way(story, lambda: None, absent=True)
 
 
-def test_a_slot_that_is_written_off_meanwhile_has_not_come_back(story: Story) -> None:
+@pytest.mark.parametrize("proof", ["none", "a wipe of before", "no wipe"])
+def test_a_slot_that_is_written_off_meanwhile_has_not_come_back(story: Story, proof: str) -> None:
     """The host says that the machine is there; its GPU is dead, and nobody wipes its disk."""
+
+    def prove(kind: ProofKind) -> None:
+        def work(conn: sa.Connection) -> None:
+            (slot,) = held_slots(conn, story.key)
+            proofs.record(conn, slot, kind, story.site.proofs(conn, story.key)[slot.id])
+
+        story.do(work)
+
+    if proof == "a wipe of before":
+        prove(ProofKind.WIPE)
     story.open()
+    if proof == "no wipe":
+        prove(ProofKind.UNTOUCHED)
     story.play()
 
     def write_off(conn: sa.Connection) -> None:
