@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from reconciler.db import journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, launch, recovery, slices
+from reconciler.lifecycle import host, launch, power, recovery, slices
 from reconciler.model import transitions
 from reconciler.model.errors import Problem
-from reconciler.model.states import HealthState, ProofKind, TaskKind
+from reconciler.model.states import HealthState, PowerAction, ProofKind, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue, reports, slots
 from tests.unit.reconciler.conftest import Site, code
 
@@ -222,8 +222,10 @@ def test_force_release_ends_use_and_keeps_the_slot(sold: Site) -> None:
         assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
         host.drain(conn, "n1", sold.act)
         assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
+        power.request(conn, allocation_id, PowerAction.STOP, sold.act)
         host.lost(conn, "n1", sold.act)
         assert recovery.force_release(conn, allocation_id, sold.act).state == "released"
+        assert queue.open_of_allocation(conn, allocation_id) == [], "its host may come back"
         assert sold.statuses(conn)[0] == "cleanup_blocked"
         assert code(force, conn, sold, allocation_id) == "allocation_released"
         host.regained(conn, "n1", sold.act)
