@@ -143,7 +143,7 @@ def repair(conn: sa.Connection, slot_id: str, act: Act) -> Task:
             remedy="nothing to repair; disable and enable it to have its gate judged again",
         )
     host.require_slice_mode(conn, slot.node_id)
-    # A slot that is sold under a live claim would refuse every launch placed there.
+    # Back on sale under a live claim, the slot would refuse every launch placed there.
     holder = slot_life.require_claim_ended(conn, slot_id)
     journal.audit(conn, act, "admin.slot.repair", "slot", slot_id)
     act = slices.about(act, holder, act.reason or "repair")
@@ -333,7 +333,8 @@ def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Ac
     """Queue the removal of a machine with this id from an idle slot, with wipe and verification.
 
     Raises Problem `slot_in_use` while the slot is in use or waits for evidence about another
-    allocation, and `allocation_active` when the machine's allocation has not ended.
+    allocation, `allocation_active` when the machine's allocation has not ended, and `claim_live`
+    when the slot's last claim has not.
     """
     require_reason(act, gate.WHY_GIVEN_UP)
     recorded = rows.first(
@@ -365,7 +366,7 @@ def _remove_orphan(
         )
     # A whole machine's tenant has the disks of all slots.
     host.require_slice_mode(conn, slot.node_id)
-    holder = last_holder(conn, slot.id)
+    holder = slot_life.require_claim_ended(conn, slot.id)
     if slot.status == SlotState.CLEANUP_BLOCKED and allocation_id != holder:
         _require_orphan_block(conn, slot)
     orphan_act = act.because(act.reason, {**act.evidence, "orphan": allocation_id})

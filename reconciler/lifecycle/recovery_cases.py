@@ -25,7 +25,7 @@ from reconciler.model.recovery import Move, Progress, next_move
 from reconciler.model.states import OPEN_CASES, AllocationState, RecoveryState, SlotState
 from reconciler.records import leasing, nodes, queue
 from reconciler.records import recovery_cases as case_records
-from reconciler.records.claims import held_slots
+from reconciler.records.claims import held_slots, last_holder
 
 OPENED = "admin.allocation.recovery.opened"
 ADOPTED = "admin.allocation.recovery.adopted"
@@ -246,6 +246,10 @@ def _progress(conn: sa.Connection, case: RecoveryCase) -> Progress:
         absent=None if report is None else report.absent,
         cleaning=any(slot.status == SlotState.CLEANUP for slot in slots),
         stuck=recovery_evidence.stuck(slots),
+        resold=any(
+            last_holder(conn, slot.id) != case.allocation_id
+            for slot in recovery_evidence.slots_of(conn, case)
+        ),
     )
 
 
@@ -344,6 +348,15 @@ def _stop(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) 
             "expected": "nothing of the allocation on the host, or leave to remove it",
             "found": judged.why,
             "remedy": f"`gpuaas recover {case.allocation_id} --reason WHY` removes what is left",
+        }
+    elif case.state == RecoveryState.CONFIRMING and not judged.seen.stuck:
+        steps = _last_steps(conn, case)
+        error = {
+            "code": "leftovers_remain",
+            "expected": "nothing of the allocation on the host after its clean-up",
+            "found": judged.why,
+            "remedy": "read the checks of the case's step runtime_absence_after and mend the host;"
+            " `gpuaas slots remove-orphan` removes a machine from a slot that is disabled",
         }
     else:
         steps = _last_steps(conn, case)

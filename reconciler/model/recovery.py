@@ -33,6 +33,7 @@ _FIRST: dict[str, str] = {
     " be prepared goes into maintenance by itself after two hours, where this is possible too",
     NodeState.RETIRED: "nothing to do: no slot of a retired node comes back",
 }
+_HELD = "the host still holds something of it"
 _STUCK = "a failed, unfinished or stuck slice allocation"
 
 
@@ -160,7 +161,8 @@ class Progress:
 
     look_open: the verification task on the host has not ended. absent: the host's report in that
     task, None without a report. cleaning: a slot of the case is being wiped. stuck: why a slot has
-    not come back, "" when all have.
+    not come back, "" when all have. resold: another allocation has a slot of the case by now, so
+    what the host holds may be that one's machine.
     """
 
     state: RecoveryState
@@ -170,6 +172,7 @@ class Progress:
     absent: bool | None = None
     cleaning: bool = False
     stuck: str = ""
+    resold: bool = False
 
 
 def next_move(seen: Progress) -> tuple[Move, str]:
@@ -179,7 +182,7 @@ def next_move(seen: Progress) -> tuple[Move, str]:
     if seen.state == RecoveryState.VERIFYING:
         return _answered(seen) or _judge_leftovers(seen)
     if seen.state == RecoveryState.CONFIRMING:
-        return _answered(seen) or _judge_slots(seen)
+        return _answered(seen) or _judge_rest(seen)
     if seen.cleaning:
         return Move.WAIT, "its slots are being wiped"
     if seen.confirm:
@@ -200,7 +203,13 @@ def _judge_leftovers(seen: Progress) -> tuple[Move, str]:
         return Move.CLEAN, "nothing of it is left on the host"
     if seen.remove_leftovers:
         return Move.CLEAN, "what is left of it on the host is removed"
-    return Move.STOP, "the host still holds something of it"
+    return Move.STOP, _HELD
+
+
+def _judge_rest(seen: Progress) -> tuple[Move, str]:
+    if seen.absent or seen.resold or seen.stuck:
+        return _judge_slots(seen)
+    return Move.STOP, _HELD
 
 
 def _judge_slots(seen: Progress) -> tuple[Move, str]:

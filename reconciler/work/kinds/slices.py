@@ -420,7 +420,8 @@ def power_variables(work: Work) -> dict[str, Any]:
 def power_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     stopped = work.parameters["action"] == PowerAction.STOP
     boot_id = "" if stopped else work.parameters["boot_id"]
-    power.succeeded(work.conn, work.allocation_id, boot_id=boot_id)
+    if not power.replaced(work.conn, work.task):
+        power.succeeded(work.conn, work.allocation_id, boot_id=boot_id)
     return evidence
 
 

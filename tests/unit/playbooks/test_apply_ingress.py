@@ -21,6 +21,10 @@ play() {
 play "$1"
 echo ---; play "$2"
 echo ---; ls /var/lib/gpuaas/ingress 2>&1
+mkdir -p /var/lib/gpuaas/ingress
+echo '{' > /var/lib/gpuaas/ingress/gpuaas-slice-0f8fad5bd9cb469fa16570867728950e.json
+echo ---; play "$1"
+echo ---; play "$2"
 """
 
 
@@ -32,12 +36,16 @@ def variables(state: str) -> dict[str, Any]:
     return given
 
 
-def test_a_run_without_the_lease_is_refused_and_says_that_nothing_is_in_force(
+def test_a_refused_run_says_what_is_in_force_or_nothing_while_that_is_unknown(
     tmp_path: Path,
 ) -> None:
-    late, gone, left = play_states(STORY, tmp_path, variables)
+    late, gone, left, *unreadable = play_states(STORY, tmp_path, variables)
     refused = result(late)
     assert (refused["ok"], refused["error"]["code"]) == (False, "lease_missing")
     assert refused["evidence"] == {"ingress": {"rules": []}}
     assert result(gone)["evidence"] == {"ingress": {"rules": []}}
     assert "No such file" in left, "no trace of an allocation that is not here"
+    codes = ("lease_missing", "ingress_file_unreadable")
+    for code, text in zip(codes, unreadable, strict=True):
+        unknown = result(text)
+        assert (unknown["error"]["code"], unknown["evidence"]) == (code, {})

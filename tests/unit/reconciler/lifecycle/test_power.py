@@ -20,7 +20,7 @@ from reconciler.model.states import PowerAction, SlotState, TaskKind, TaskState
 from reconciler.records import allocations, leasing, nodes, queue
 from reconciler.runs import contract
 from reconciler.settings import Settings
-from reconciler.work.handler import open_work
+from reconciler.work.handler import Work, open_work
 from reconciler.work.kinds import HANDLERS
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.db import test_postgres
@@ -137,7 +137,13 @@ def test_a_host_whose_proof_fails_starts_nothing(sold: Site, key: str) -> None:
 @pytest.mark.covers("I16")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_after_a_boot_only_a_slice_that_ran_starts(sold: Site, key: str, stopped: bool) -> None:
+    """None of another host, and none that is released."""
+    sold.node("n2", number=1)
     with transaction(sold.engine) as conn:
+        assert allocations.get(conn, sold.active(conn, 2)).node_id == "n2"
+        released = sold.active(conn)
+        assert allocations.get(conn, released).node_id == "n1"
+        launching.release(conn, released, ADMIN)
         if stopped:
             power.request(conn, key, PowerAction.STOP, ADMIN)
             sold.finish(conn, POWER)
@@ -201,18 +207,25 @@ def test_work_that_waits_does_not_keep_a_slice_off(sold: Site, key: str, earlier
         assert allocations.get(conn, key).power_action == "start"
 
 
-def test_the_failure_of_an_action_before_the_boot_is_not_that_of_the_start(
-    sold: Site, key: str
+@pytest.mark.covers("I16")
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_end_of_an_action_before_the_boot_is_not_that_of_the_start(
+    sold: Site, key: str, *, fails: bool
 ) -> None:
     with transaction(sold.engine) as conn:
         power.request(conn, key, PowerAction.RESTART, ADMIN)
         (running,) = leasing.lease(conn, "worker", kinds=[POWER])
         prove(conn, sold, reboot(conn, sold))
         assert power.start_after_boot(conn, "n1", ADMIN) == [key]
-        error = {"code": "boot_changed", "expected": "a", "found": "b", "remedy": "c"}
-        task_failures.record(conn, running, task_failures.Failure("start", error, {}, known=True))
-        row = allocations.get(conn, key)
-        assert (row.power_action, row.error) == ("start", {})
+        before = allocations.get(conn, key)
+        if fails:
+            error = {"code": "boot_changed", "expected": "a", "found": "b", "remedy": "c"}
+            failure = task_failures.Failure("start", error, {}, known=True)
+            task_failures.record(conn, running, failure)
+        else:
+            work = Work(conn, running, nodes.get(conn, "n1"), {}, Settings())
+            HANDLERS[POWER].succeed(work, {})
+        assert allocations.get(conn, key) == before and before.power_action == "start"
 
 
 @pytest.mark.postgres
@@ -348,6 +361,8 @@ def test_a_release_ends_what_is_queued_and_what_runs(sold: Site, key: str) -> No
         queue.finish(conn, running.id, running.lease_token, TaskState.CANCELED, ADMIN)
         power.succeeded(conn, key, boot_id="late")
         assert allocations.get(conn, key).started_boot_id != "late"
+        power.failed(conn, running, {"code": "readiness_failed"})
+        assert allocations.get(conn, key).error == {}, "it would count as a failed release"
         assert len(leasing.lease(conn, "worker", kinds=[release])) == 1
 
 

@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from reconciler.db import journal
 from reconciler.db import schema as tables
 from reconciler.db.engine import transaction
-from reconciler.lifecycle import host, launch, recovery, slices
+from reconciler.lifecycle import host, launch, power, recovery, slices
 from reconciler.model import transitions
 from reconciler.model.errors import Problem
-from reconciler.model.states import HealthState, ProofKind, TaskKind
+from reconciler.model.states import HealthState, PowerAction, ProofKind, TaskKind
 from reconciler.records import allocations, claims, leasing, nodes, proofs, queue, reports, slots
 from tests.unit.reconciler.conftest import Site, code
 
@@ -106,14 +106,15 @@ def test_absence_from_before_the_failure_does_not_count(sold: Site) -> None:
 
 
 @pytest.mark.covers("CTRL-7", "I4", "I13")
-@pytest.mark.parametrize("wrong", ["old absence", "old proof", "not absent"])
+@pytest.mark.parametrize("wrong", ["old absence", "old proof", "no wipe", "not absent"])
 def test_half_of_the_evidence_gives_no_slot_back(sold: Site, wrong: str) -> None:
     """Without the word of the host since the block, the disk is wiped once more."""
     with transaction(sold.engine) as conn:
         key = sold.failed(conn)
         (slot,) = recovery.blocked(conn)
         document = sold.proofs(conn, key)[slot.id]
-        proofs.record(conn, slot, ProofKind.WIPE, document, allocation_id=key)
+        kind = ProofKind.UNTOUCHED if wrong == "no wipe" else ProofKind.WIPE
+        proofs.record(conn, slot, kind, document, allocation_id=key)
         later = slot.status_since + 60
         seen_at = 1.0 if wrong == "old absence" else later
         absence = {**ABSENT, "absent": wrong != "not absent"}
@@ -221,8 +222,10 @@ def test_force_release_ends_use_and_keeps_the_slot(sold: Site) -> None:
         assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
         host.drain(conn, "n1", sold.act)
         assert code(recovery.force_release, conn, allocation_id, sold.act) == "node_reachable"
+        power.request(conn, allocation_id, PowerAction.STOP, sold.act)
         host.lost(conn, "n1", sold.act)
         assert recovery.force_release(conn, allocation_id, sold.act).state == "released"
+        assert queue.open_of_allocation(conn, allocation_id) == [], "its host may come back"
         assert sold.statuses(conn)[0] == "cleanup_blocked"
         assert code(force, conn, sold, allocation_id) == "allocation_released"
         host.regained(conn, "n1", sold.act)

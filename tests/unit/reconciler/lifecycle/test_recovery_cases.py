@@ -28,8 +28,8 @@ from reconciler.lifecycle import slots as slot_life
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.recovery import Move, Policy
-from reconciler.model.states import TaskKind, TaskState
-from reconciler.records import allocations, leasing, nodes, queue, reports, slots
+from reconciler.model.states import ProofKind, TaskKind, TaskState
+from reconciler.records import allocations, leasing, nodes, proofs, queue, reports, slots
 from reconciler.records import recovery_cases as case_records
 from reconciler.records.claims import held_slots, of_allocation
 from reconciler.settings import Settings
@@ -337,9 +337,22 @@ def test_a_wipe_that_fails_is_for_a_person_and_can_be_tried_again(story: Story) 
     whole_way(story, lambda: None, absent=True)
 
 
-def test_a_slot_that_is_written_off_meanwhile_has_not_come_back(story: Story) -> None:
+@pytest.mark.parametrize("proof", ["none", "a wipe of before", "no wipe"])
+def test_a_slot_that_is_written_off_meanwhile_has_not_come_back(story: Story, proof: str) -> None:
     """The host says that the machine is there; its GPU is dead, and nobody wipes its disk."""
+
+    def prove(kind: ProofKind) -> None:
+        def work(conn: sa.Connection) -> None:
+            (slot,) = held_slots(conn, story.key)
+            proofs.record(conn, slot, kind, story.site.proofs(conn, story.key)[slot.id])
+
+        story.do(work)
+
+    if proof == "a wipe of before":
+        prove(ProofKind.WIPE)
     story.open()
+    if proof == "no wipe":
+        prove(ProofKind.UNTOUCHED)
     story.play()
 
     def write_off(conn: sa.Connection) -> None:
@@ -411,6 +424,24 @@ def test_nothing_is_recovered_on_a_retired_node(story: Story) -> None:
     story.do(retire)
     with pytest.raises(Problem, match="node_not_enrolled"):
         story.open()
+
+
+@pytest.mark.parametrize("resold", [False, True])
+def test_what_is_left_after_the_clean_up_is_for_a_person(story: Story, *, resold: bool) -> None:
+    """Not when a slot is sold again: what the host names may be of that tenant."""
+    story.open()
+    story.play()
+    story.answer(absent=False)
+    story.play()
+    story.wipe()
+    if resold:
+        story.do(lambda conn: story.site.allocate(conn, 2))
+    assert story.play().state == "confirming"
+    story.answer(absent=False)
+    case = story.play()
+    assert (case.state, len(case.proof_ids)) == ("recovered" if resold else "failed", 1)
+    assert case.failure.get("code") == (None if resold else "leftovers_remain")
+    assert "runtime_absence_after" in story.steps()
 
 
 def test_a_slot_that_was_sold_since_had_come_back(story: Story) -> None:

@@ -125,7 +125,7 @@ def test_only_from_an_idle_slot_and_nobody_who_is_known(sold: Site) -> None:
 
 
 @pytest.mark.covers("CTRL-7", "CTRL-15", "I12")
-def test_nothing_is_removed_from_a_machine_that_is_sold_whole(sold: Site) -> None:
+def test_no_slot_is_wiped_on_a_machine_that_is_sold_whole(sold: Site) -> None:
     """Its tenant has the disks of all slots."""
     with transaction(sold.engine) as conn:
         host.convert(conn, "n1", NodeMode.BAREMETAL, sold.act)
@@ -134,6 +134,8 @@ def test_nothing_is_removed_from_a_machine_that_is_sold_whole(sold: Site) -> Non
         assert slot.status == "disabled"
         assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "node_is_baremetal"
         assert slots.get(conn, slot.id).status == "disabled"
+        slices.block(conn, slot, "", sold.act, step="drift", error={"code": "disk_dirty"})
+        assert code(recovery.repair, conn, slot.id, sold.act) == "node_is_baremetal"
         assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
 
 
@@ -150,6 +152,26 @@ def test_what_a_tenant_left_is_not_freed_by_the_removal_of_another_machine(sold:
         assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "slot_in_use"
         task = recovery.remove_orphan(conn, slot.id, key, sold.act)
         cleaned(sold, conn, task)
+        assert slots.get(conn, slot.id).status == "available"
+        assert invariants.check(conn) == []
+
+
+@pytest.mark.covers("CTRL-7", "I12", "I13")
+def test_nothing_is_wiped_under_a_live_claim(sold: Site) -> None:
+    """The slot would be wiped and on sale, with a claim that refuses every launch there."""
+    with transaction(sold.engine) as conn:
+        key = sold.active(conn)
+        launch.release(conn, key, sold.act)
+        sold.finish(conn, TaskKind.SLICE_VM_RELEASE, TaskState.FAILED)
+        leased = {"code": "slot_leased", "found": f"leased by {UNKNOWN}"}
+        slices.release_failed(conn, key, sold.act, step="fence", error=leased)
+        (slot,) = recovery.blocked(conn)
+        assert code(recovery.remove_orphan, conn, slot.id, UNKNOWN, sold.act) == "claim_live"
+        assert code(recovery.repair, conn, slot.id, sold.act) == "claim_live"
+        assert slots.get(conn, slot.id) == slot
+        assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == []
+        recovery.force_cleanup(conn, key, sold.act, runtime_verified_absent=False)
+        cleaned(sold, conn, recovery.remove_orphan(conn, slot.id, UNKNOWN, sold.act))
         assert slots.get(conn, slot.id).status == "available"
         assert invariants.check(conn) == []
 

@@ -54,6 +54,10 @@ def test_moves_of_the_policy(seen: dict[str, Any], move: Move, why: str) -> None
         (CONFIRMING, {}, Move.STOP, "did not say"),
         (CONFIRMING, {"absent": True, "stuck": "disk gone"}, Move.STOP, "come back"),
         (CONFIRMING, {"absent": True}, Move.FINISH, "proven clean"),
+        (CONFIRMING, {"absent": False}, Move.STOP, "still holds"),
+        (CONFIRMING, {"absent": False, "stuck": "disk gone"}, Move.STOP, "come back"),
+        # It may have spoken of the machine of another allocation.
+        (CONFIRMING, {"absent": False, "resold": True}, Move.FINISH, "proven clean"),
     ],
 )
 def test_moves_of_a_case(state: RecoveryState, seen: dict[str, Any], move: Move, why: str) -> None:

@@ -139,7 +139,9 @@ def test_a_guest_that_does_not_answer_fails_the_rule(
 
 
 @pytest.mark.covers("I13")
-@pytest.mark.parametrize("how", ["lost", "lost after a report", "still forwards", "says nothing"])
+@pytest.mark.parametrize(
+    "how", ["lost", "lost after a report", "still forwards", "fails unseen", "says nothing"]
+)
 def test_an_effect_that_is_unknown_keeps_the_port_until_it_is_removed(
     sold: Site, allocation: str, runs: Runs, attend: Attend, settings: Settings, how: str
 ) -> None:
@@ -153,6 +155,8 @@ def test_an_effect_that_is_unknown_keeps_the_port_until_it_is_removed(
         runs.outcome = replace(runs.outcome, status="lost", problem="awx_job_gone: no such job")
     elif how == "still forwards":
         runs.ends("failed", step="s", error=ERROR, evidence={"ingress": {"rules": [rule_id]}})
+    elif how == "fails unseen":
+        runs.ends("failed", step="s", error=ERROR, evidence={})
     else:
         runs.ends(evidence={"ingress": {"rules": []}})
     attend()
