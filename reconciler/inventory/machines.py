@@ -14,6 +14,7 @@ from reconciler.inventory.compare import MOST_NAMES, NODE_ID, Findings
 from reconciler.inventory.maas import Machine, Status
 from reconciler.inventory.patches import BLOCKED, PURPOSES, purpose_of, purposes_of
 from reconciler.inventory.ranges import Ranges, parsed
+from reconciler.model.errors import Refusal
 from reconciler.model.hardware import (
     TWICE,
     bound_serial,
@@ -135,13 +136,19 @@ def compare(
     networks: Networks,
     profiles: Collection[str],
     user: str,
+    unread: Mapping[str, Refusal],
 ) -> Comparison:
-    """Compare living nodes with the machines that have our tags or are bound to a node."""
+    """Compare living nodes with the machines that have our tags or are bound to a node.
+
+    unread: why bound machines could not be read, by system id.
+    """
     result = Comparison()
     doubtful = _doubtful(result, machines, networks)
     bound = Counter(str(row.node.maas["system_id"]) for row in nodes if row.node.maas)
     for expected in nodes:
-        if expected.node.maas:
+        if refusal := unread.get(str((expected.node.maas or {}).get("system_id"))):
+            _unread(result, expected.node, refusal)
+        elif expected.node.maas:
             _bound(result, expected, machines, doubtful, bound, user)
     free = [machine for key, machine in machines.items() if key not in bound]
     unbound = [row for row in nodes if not row.node.maas]
@@ -231,6 +238,14 @@ def _marks(machine: Machine) -> Iterator[str]:
         if identity[name]:
             yield f"{name.replace('_', ' ')} {identity[name]}"
     yield from (f"MAC address {mac}" for mac in identity["macs"])
+
+
+def _unread(result: Comparison, node: Node, refusal: Refusal) -> None:
+    """Nothing is known of it: its tags, as they were read last, stay."""
+    result.note(
+        *("not_read", f"node {node.id}", f"machine {(node.maas or {})['system_id']}"),
+        *(f"{refusal.code}: {refusal.found}", refusal.remedy),
+    )
 
 
 def _bound(

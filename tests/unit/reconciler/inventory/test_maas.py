@@ -353,6 +353,38 @@ def test_a_machine_that_maas_cannot_write_keeps_no_other_from_its_lock(maas: Maa
     assert (machines["abc123"]["locked"], machines["def456"]["locked"]) == (False, True)
 
 
+@pytest.mark.parametrize("status", [500, 403])
+def test_a_machine_without_tags_that_maas_cannot_show_is_named_and_stops_no_other(
+    maas: Maas, status: int
+) -> None:
+    add(maas)
+    maas.begin(machine(), machine(**OTHER))
+    maas.compare()
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    maas.begin(machine(), machine(**{**OTHER, "tag_names": []}), status={"GET def456": status})
+    result = maas.compare()
+    assert codes(result) == ["not_read"]
+    row = by_code(result, "not_read")
+    assert (row.subject, row.expected) == ("node m2", "machine def456")
+    assert f"HTTP {status}" in row.found
+    assert maas.asked() == ["set_workload_annotations", "lock"]
+    with reading(maas.engine) as conn:
+        assert (nodes.get(conn, "m2").maas or {})["system_id"] == "def456"
+
+
+def test_a_maas_that_shows_no_machine_ends_the_pass(maas: Maas) -> None:
+    """The third silence means MAAS itself, of which nothing may be concluded."""
+    keys = ["def4", "def5", "def6"]
+    for key in keys:
+        add(maas, key)
+        with transaction(maas.engine) as conn:
+            nodes.update(conn, key, maas={"system_id": key})
+    maas.begin(status={f"GET {key}": 503 for key in keys})
+    assert (maas.compare().error or {})["code"] == "maas_silent"
+    assert maas.asked() == []
+
+
 def test_a_list_takes_longer_than_a_request_of_a_task(
     maas: Maas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
