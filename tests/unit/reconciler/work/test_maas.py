@@ -880,9 +880,9 @@ def test_a_ticket_ends_with_its_deployment(maas: Maas) -> None:
     assert code(maas.enrol, maas.ticket()) == "token_invalid"
 
 
-@pytest.mark.parametrize("end", ["canceled", "lost"])
+@pytest.mark.parametrize("end", ["canceled", "lost", "retired"])
 def test_a_ticket_ends_with_a_deployment_that_is_given_up(maas: Maas, end: str) -> None:
-    """While it waits for MAAS, or because its worker is gone."""
+    """While it waits for MAAS, because its worker is gone, or with its node."""
     maas.tenancy()
     task = maas.step()
     while not maas.fields("deploy"):
@@ -891,11 +891,14 @@ def test_a_ticket_ends_with_a_deployment_that_is_given_up(maas: Maas, end: str) 
     with transaction(maas.engine) as conn:
         if end == "canceled":
             task_failures.cancel(conn, task.id, ADMIN)
-        else:
+        elif end == "lost":
             conn.execute(sa.update(tasks).values(not_before=None))
             (running,) = leasing.lease(conn, "worker", kinds=[DEPLOY])
             task_failures.lose(conn, running, ADMIN)
-    assert maas.task(task.id).state == end
+        else:
+            host.lost(conn, "m1", ADMIN)
+            host.retire(conn, "m1", ADMIN.because("it does not come back"))
+    assert maas.task(task.id).state == ("lost" if end == "lost" else "canceled")
     assert code(maas.enrol, maas.ticket()) == "token_invalid"
     assert maas.node().tenant_machine_ids
 
