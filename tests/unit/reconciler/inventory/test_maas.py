@@ -122,6 +122,32 @@ def test_a_machine_is_not_bound_to_a_host_with_another_serial_number(maas: Maas)
     assert maas.compare().done["nodes bound"] == 1
 
 
+@pytest.mark.parametrize(
+    ("serial", "expected"), [("", "unsure"), ("S9", "serial_differs"), ("S2", "not_deployed")]
+)
+def test_an_installed_node_is_not_bound_to_a_free_machine_by_its_name_alone(
+    maas: Maas, serial: str, expected: str
+) -> None:
+    """Its deployment would end the keys of the node's host, and install another machine as it."""
+    maas.machines.machine("m2", 2, address="10.0.2.16")
+    if serial:
+        maas.report(serial, "m2", 2)
+    maas.begin(machine(), machine(**{**OTHER, "status": 4, "owner": "", "ip_addresses": []}))
+    maas.compare()
+    assert codes(maas.compare()) == [expected]
+    with reading(maas.engine) as conn:
+        assert bool(nodes.get(conn, "m2").maas) == (serial == "S2")
+
+
+def test_a_machine_of_another_user_is_not_locked_when_it_is_bound(maas: Maas) -> None:
+    maas.machines.machine("m2", 2, address="10.0.2.16")
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m2", unclean_allocation_id="tenant")
+    maas.begin(machine(), machine(**{**OTHER, "owner": "somebody"}))
+    assert codes(maas.compare()) == ["foreign_owner"]
+    assert maas.asked() == ["set_workload_annotations"], "that of our own machine"
+
+
 @pytest.mark.parametrize("tenant", [False, True])
 def test_hosts_with_one_serial_number_are_left_alone(maas: Maas, tenant: bool) -> None:
     """But for the lock of a tenant's machine, which MAAS itself knows by this number: no other host
