@@ -32,6 +32,7 @@ from reconciler.inventory.maas import (
     maas_access,
 )
 from reconciler.inventory.machines import (
+    ASKED,
     UNSURE,
     UNSURE_LOCK,
     Comparison,
@@ -306,6 +307,9 @@ def _write(
             done["tags set"] += 1
         keep(purpose=expected.purpose, **({"series": machine.distro_series} if deployed else {}))
     locked, reason = machine.locked, lock_comment(node.id)
+    if locked and remembered.get("locked") == ASKED:
+        # Asked at once, because MAAS shows the newest events only.
+        keep(locked=maas.has_lock(system_id, comment=reason) or UNSURE)
     unsure = locked and remembered.get("locked") == UNSURE and not expected.locked
     if unsure and not maas.has_lock(system_id, comment=reason):
         result.note("lock_unsure", f"node {node.id}", *UNSURE_LOCK)
@@ -333,8 +337,8 @@ def _write(
             maas.annotate(system_id, changed)
             done["machines annotated"] += 1
     if deployed and not locked and expected.locked:
-        # Recorded before the request, so that a lock whose answer is lost counts as ours too.
-        keep(locked=True)
+        # Recorded before the request, so that a lock whose answer is lost may be found to be ours.
+        keep(locked=ASKED)
         with _named(result, node.id):
             try:
                 maas.lock(system_id, comment=reason)
@@ -343,6 +347,7 @@ def _write(
                     # MAAS refused, so a lock that exists now is a person's.
                     keep(locked=False)
                 raise
+            keep(locked=True)
             done["machines locked"] += 1
     # Tags need an administrator's rights in MAAS, and can be changed on a locked machine.
     with _named(result, node.id):

@@ -33,11 +33,12 @@ _IDENTITY = ("serial", "hardware_uuid")
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 # Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
-# Value of the record's `locked` after an unlock without an answer.
-UNSURE = "unsure"
+# Values of the record's `locked` after a lock without an answer, and after an unlock without one or
+# with a lock that MAAS does not show to be ours: it may be a person's.
+ASKED, UNSURE = "asked", "unsure"
 UNSURE_LOCK = (
     "an unlocked machine",
-    "a lock, after an unlock without an answer: it may be a person's",
+    "a lock, after a request without an answer: it may be a person's",
     "unlock the machine in MAAS, unless a person means the lock",
 )
 _SYNC = "`gpuaas maas sync` does it"

@@ -29,6 +29,7 @@ from reconciler.inventory.maas import (
 )
 from reconciler.inventory.maas_sync import MAAS_SCRIPTS, shipped_digest
 from reconciler.inventory.machines import (
+    ASKED,
     OTHER_SERIAL,
     UNSURE,
     UNSURE_LOCK,
@@ -188,7 +189,7 @@ def _decide(
     if (verb == progress.phase or unlocking) and now - progress.asked_at < REPEAT_S:
         return "wait", f"{shows}; the effect of {progress.phase} is not known yet"
     remembered = (node.maas or {}).get("locked")
-    if machine.locked and remembered == UNSURE and not has_our_lock():
+    if machine.locked and remembered in (ASKED, UNSURE) and not has_our_lock():
         raise _refused("locked", node, f"{shows}, {UNSURE_LOCK[1]}", UNSURE_LOCK[2])
     if machine.locked and not remembered:
         raise _refused("locked", node, f"{shows}, locked by a person", "unlock it in MAAS")

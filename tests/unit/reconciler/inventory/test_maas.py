@@ -432,6 +432,38 @@ def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas, faults: dict[str, Any])
     assert maas.compare().done["machines unlocked"] == 1
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_lock_that_never_reached_maas_makes_no_persons_lock_ours(maas: Maas, seen: bool) -> None:
+    """seen: whether a comparison sees it while the tenant is there."""
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    maas.begin(status={"lock": 502})
+    assert maas.compare().error
+    row = {"node": "abc123", "type": "User locking node", "description": "(ann) - audit"}
+    maas.begin(machine(locked=True), events=[row])
+    if seen:
+        assert codes(maas.compare()) == []
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert codes(maas.compare()) == ["lock_unsure"]
+    assert maas.asked() == []
+
+
+def test_whose_a_lock_is_is_asked_before_its_event_is_old(maas: Maas) -> None:
+    """MAAS shows the newest events of a machine only, and a tenant stays for months."""
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    maas.begin(lost=["lock"])
+    assert maas.compare().error
+    assert codes(maas.compare()) == []
+    maas.begin(machine(locked=True))
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert maas.compare().done["machines unlocked"] == 1
+
+
 def test_a_lock_after_an_unlock_without_an_answer_may_be_a_persons(maas: Maas) -> None:
     with transaction(maas.engine) as conn:
         nodes.update(conn, "m1", maas={**(maas.node().maas or {}), "locked": True})

@@ -790,6 +790,23 @@ def test_a_lock_of_a_person_after_an_unlock_without_an_answer_stays(maas: Maas) 
     assert maas.manager.record()["machines"]["abc123"]["locked"]
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_lock_without_an_answer_is_taken_off_only_if_maas_shows_that_it_is_ours(
+    maas: Maas, ours: bool
+) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    maas.begin(lost=["lock"])
+    assert maas.compare().error
+    if not ours:
+        maas.begin(machine(locked=True))
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert maas.play().error.get("code") == (None if ours else "maas_locked")
+    assert ("unlock" in maas.asked()) == ours
+
+
 def test_a_lock_that_comes_before_the_next_read_may_be_a_persons(maas: Maas) -> None:
     maas.tenancy()
     maas.locked()
