@@ -844,6 +844,22 @@ def test_an_unlock_that_never_reached_maas_is_repeated(
     assert maas.asked() == ["unlock", "release", "deploy"]
 
 
+def test_an_unlock_without_effect_is_given_up_like_any_request(maas: Maas) -> None:
+    maas.tenancy()
+    maas.locked()
+    text = f"(gpuaas) - {lock_comment('m1')}"
+    lock = {"node": "abc123", "type": "User locking node", "description": text}
+    maas.begin(machine(locked=True), events=[lock], status={"unlock": 502})
+    task = maas.play()
+    assert task.error.get("code") == "maas_undone"
+    assert "after unlock" in task.error["found"]
+    assert maas.asked() == ["unlock"] * maas_tasks.MOST
+    # Nothing was released, and the lock is still known to be ours.
+    maas.begin(machine(locked=True), events=[lock])
+    maas.queue()
+    assert maas.play().state == "succeeded"
+
+
 @pytest.mark.parametrize(("status", "locked"), [(403, True), (409, UNSURE)])
 def test_our_lock_stays_ours_when_its_unlock_is_refused(
     maas: Maas, status: int, locked: object
