@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from reconciler.inventory.maas import (
     maas_access,
 )
 from reconciler.inventory.machines import (
+    ASKED,
     UNSURE,
     UNSURE_LOCK,
     Comparison,
@@ -145,17 +146,31 @@ def _compare(engine: Engine, settings: Settings, maas: Client, document: Reading
     with reading(engine) as conn:
         living = (node for node in node_records.every(conn) if not is_retired(node))
         nodes = [_expected(conn, node) for node in living]
-    for expected in nodes:
-        system_id = str((expected.node.maas or {}).get("system_id", ""))
-        if system_id and system_id not in machines:
-            # Its tags were taken away, or MAAS has it no longer.
-            try:
-                machines[system_id] = maas.machine(system_id)
-            except RunError as refusal:
-                if refusal.code != "maas_not_found":
-                    raise
+    bound = {str(row.node.maas["system_id"]) for row in nodes if row.node.maas}
+    unread = _read_untagged(maas, sorted(bound - machines.keys()), machines)
     document.nodes, document.machines = len(nodes), len(machines)
-    return compare(nodes, machines, networks, profile_skus(settings.profiles_dir), user)
+    profiles = profile_skus(settings.profiles_dir)
+    return compare(nodes, machines, networks, profiles, user, unread)
+
+
+def _read_untagged(
+    maas: Client, system_ids: Sequence[str], machines: dict[str, Machine]
+) -> dict[str, RunError]:
+    """Add bound machines whose tags were taken away, if MAAS still has them. Returns why others
+    cannot be read: a machine that MAAS cannot show must not keep the others from their locks.
+    """
+    unread: dict[str, RunError] = {}
+    for system_id in system_ids:
+        try:
+            machines[system_id] = maas.machine(system_id)
+        except RunError as refusal:
+            if refusal.code == "maas_not_found":
+                continue
+            unread[system_id] = refusal
+            silences = [row for row in unread.values() if isinstance(row, LauncherAway)]
+            if len(silences) >= _MOST_SILENCES:
+                raise
+    return unread
 
 
 def _expected(conn: Connection, node: Node) -> ExpectedNode:
@@ -292,6 +307,9 @@ def _write(
             done["tags set"] += 1
         keep(purpose=expected.purpose, **({"series": machine.distro_series} if deployed else {}))
     locked, reason = machine.locked, lock_comment(node.id)
+    if locked and remembered.get("locked") == ASKED:
+        # Asked at once, because MAAS shows the newest events only.
+        keep(locked=maas.has_lock(system_id, comment=reason) or UNSURE)
     unsure = locked and remembered.get("locked") == UNSURE and not expected.locked
     if unsure and not maas.has_lock(system_id, comment=reason):
         result.note("lock_unsure", f"node {node.id}", *UNSURE_LOCK)
@@ -319,8 +337,8 @@ def _write(
             maas.annotate(system_id, changed)
             done["machines annotated"] += 1
     if deployed and not locked and expected.locked:
-        # Recorded before the request, so that a lock whose answer is lost counts as ours too.
-        keep(locked=True)
+        # Recorded before the request, so that a lock whose answer is lost may be found to be ours.
+        keep(locked=ASKED)
         with _named(result, node.id):
             try:
                 maas.lock(system_id, comment=reason)
@@ -329,6 +347,7 @@ def _write(
                     # MAAS refused, so a lock that exists now is a person's.
                     keep(locked=False)
                 raise
+            keep(locked=True)
             done["machines locked"] += 1
     # Tags need an administrator's rights in MAAS, and can be changed on a locked machine.
     with _named(result, node.id):

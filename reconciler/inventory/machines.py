@@ -14,6 +14,7 @@ from reconciler.inventory.compare import MOST_NAMES, NODE_ID, Findings
 from reconciler.inventory.maas import Machine, Status
 from reconciler.inventory.patches import BLOCKED, PURPOSES, purpose_of, purposes_of
 from reconciler.inventory.ranges import Ranges, parsed
+from reconciler.model.errors import Refusal
 from reconciler.model.hardware import (
     TWICE,
     bound_serial,
@@ -32,11 +33,12 @@ _IDENTITY = ("serial", "hardware_uuid")
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 # Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
-# Value of the record's `locked` after an unlock without an answer.
-UNSURE = "unsure"
+# Values of the record's `locked` after a lock without an answer, and after an unlock without one or
+# with a lock that MAAS does not show to be ours: it may be a person's.
+ASKED, UNSURE = "asked", "unsure"
 UNSURE_LOCK = (
     "an unlocked machine",
-    "a lock, after an unlock without an answer: it may be a person's",
+    "a lock, after a request without an answer: it may be a person's",
     "unlock the machine in MAAS, unless a person means the lock",
 )
 _SYNC = "`gpuaas maas sync` does it"
@@ -135,18 +137,25 @@ def compare(
     networks: Networks,
     profiles: Collection[str],
     user: str,
+    unread: Mapping[str, Refusal],
 ) -> Comparison:
-    """Compare living nodes with the machines that have our tags or are bound to a node."""
+    """Compare living nodes with the machines that have our tags or are bound to a node.
+
+    unread: why bound machines could not be read, by system id.
+    """
     result = Comparison()
     doubtful = _doubtful(result, machines, networks)
     bound = Counter(str(row.node.maas["system_id"]) for row in nodes if row.node.maas)
     for expected in nodes:
-        if expected.node.maas:
+        if refusal := unread.get(str((expected.node.maas or {}).get("system_id"))):
+            _unread(result, expected.node, refusal)
+        elif expected.node.maas:
             _bound(result, expected, machines, doubtful, bound, user)
     free = [machine for key, machine in machines.items() if key not in bound]
     unbound = [row for row in nodes if not row.node.maas]
     for machine in free:
-        _free(result, machine, unbound, nodes, profiles, machine.system_id in doubtful)
+        doubt = machine.system_id in doubtful
+        _free(result, machine, unbound, nodes, profiles, user, doubt)
     _drop_twice(result)
     _drop_same_serial(result, nodes)
     return result
@@ -233,6 +242,14 @@ def _marks(machine: Machine) -> Iterator[str]:
     yield from (f"MAC address {mac}" for mac in identity["macs"])
 
 
+def _unread(result: Comparison, node: Node, refusal: Refusal) -> None:
+    """Nothing is known of it: its tags, as they were read last, stay."""
+    result.note(
+        *("not_read", f"node {node.id}", f"machine {(node.maas or {})['system_id']}"),
+        *(f"{refusal.code}: {refusal.found}", refusal.remedy),
+    )
+
+
 def _bound(
     result: Comparison,
     expected: ExpectedNode,
@@ -259,8 +276,7 @@ def _bound(
     if other := other_serial(node, machine):
         result.note("serial_differs", subject, "one serial number", other, OTHER_SERIAL)
     if machine.owner not in ("", user):
-        remedy = f"let {user} have the machine in MAAS"
-        result.note("foreign_owner", subject, f"owner {user}", machine.owner, remedy)
+        _note_owner(result, node, machine, user)
     installed = node.machine_id and not node.tenant_machine_ids
     if (installed or expected.locked) and machine.status != Status.DEPLOYED:
         remedy = "find out who released it; MAAS may give it to anybody"
@@ -284,6 +300,7 @@ def _free(
     unbound: Sequence[ExpectedNode],
     nodes: Sequence[ExpectedNode],
     profiles: Collection[str],
+    user: str,
     doubtful: bool,
 ) -> None:
     """A tagged machine that is no node yet: a node with its name and address, or a new node."""
@@ -292,16 +309,9 @@ def _free(
     name, addresses = machine.hostname.lower(), machine.ip_addresses
     named = [row for row in unbound if name in (row.node.name.lower(), row.node.id)]
     at = [row for row in unbound if row.node.address in addresses]
-    if len(named) == 1 and (at == named or (not at and not addresses)):
-        node = named[0].node
-        if other := other_serial(node, machine):
-            parts = ("one serial number", other, OTHER_SERIAL)
-            result.note("serial_differs", f"node {node.id}", *parts)
-            return
-        if (purpose := purpose_of(machine)) != named[0].purpose:
-            result.note("intent_differs", f"node {node.id}", named[0].purpose, purpose, _INTENT)
-            return
-        result.bound.append((named[0], machine))
+    off = not at and not addresses and all(_may_be_off(row.node, machine) for row in named)
+    if len(named) == 1 and (at == named or off):
+        _match(result, named[0], machine, user)
         return
     others = [
         row
@@ -339,6 +349,32 @@ def _free(
             return
     result.note("new_machine", _name(machine), f"a node {name}", "none", _SYNC, "add_node")
     result.added.append(NewNode(name, purpose_of(machine), address[0], profile, machine))
+
+
+def _may_be_off(node: Node, machine: Machine) -> bool:
+    """Whether a machine without addresses, on which MAAS has installed nothing, may be the node. An
+    installed host is another machine, unless serial numbers show the contrary.
+    """
+    return not node.machine_id or bool(serial_of(node.hardware) and machine.serial)
+
+
+def _match(result: Comparison, expected: ExpectedNode, machine: Machine, user: str) -> None:
+    """Bind the machine with the name of a node to it, unless something else contradicts that."""
+    node, purpose = expected.node, purpose_of(machine)
+    if other := other_serial(node, machine):
+        subject = f"node {node.id}"
+        result.note("serial_differs", subject, "one serial number", other, OTHER_SERIAL)
+    elif machine.owner not in ("", user):
+        _note_owner(result, node, machine, user)
+    elif purpose != expected.purpose:
+        result.note("intent_differs", f"node {node.id}", expected.purpose, purpose, _INTENT)
+    else:
+        result.bound.append((expected, machine))
+
+
+def _note_owner(result: Comparison, node: Node, machine: Machine, user: str) -> None:
+    remedy = f"let {user} have the machine in MAAS"
+    result.note("foreign_owner", f"node {node.id}", f"owner {user}", machine.owner, remedy)
 
 
 def _profile(machine: Machine) -> str:

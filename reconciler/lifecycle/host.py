@@ -241,6 +241,8 @@ def retire(conn: sa.Connection, id: str, act: Act) -> Node:
     conn.execute(sa.update(nodes).where(nodes.c.id == id).values(slice_scheduling=False))
     for task in task_queue.open_of_node(conn, id):
         task_queue.cancel(conn, task.id, act.because("its node is retired"))
+    # That of an installation under way stays on the machine, which may get another tenant.
+    tokens.end_tickets(conn, id)
     ingress.given_up(conn, id, act.because("its node is retired"))
     detail = {"written_off_slots": given_up, "unclean": node.unclean_allocation_id}
     return node_records.by_admin(conn, id, "retire", act, detail)

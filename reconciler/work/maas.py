@@ -29,6 +29,7 @@ from reconciler.inventory.maas import (
 )
 from reconciler.inventory.maas_sync import MAAS_SCRIPTS, shipped_digest
 from reconciler.inventory.machines import (
+    ASKED,
     OTHER_SERIAL,
     UNSURE,
     UNSURE_LOCK,
@@ -181,14 +182,17 @@ def _decide(
         return "wait", shows
     verb = _request(kind, node, machine, progress)
     unseen = verb == "release" and now - progress.asked_at > UNSEEN_S
-    if verb == progress.phase and (progress.answered or progress.requests >= MOST or unseen):
-        remedy = "read the machine's events in MAAS, then ask again"
-        raise _refused("undone", node, f"{shows} after {verb}", remedy)
     unlocking = machine.locked and progress.phase == "unlock"
+    spent = progress.requests >= MOST
+    undone = verb == progress.phase and (progress.answered or spent or unseen)
+    # A lock after an unlock with an answer is a person's, as is said below.
+    if undone or (unlocking and spent and not progress.answered):
+        remedy = "read the machine's events in MAAS, then ask again"
+        raise _refused("undone", node, f"{shows} after {progress.phase}", remedy)
     if (verb == progress.phase or unlocking) and now - progress.asked_at < REPEAT_S:
         return "wait", f"{shows}; the effect of {progress.phase} is not known yet"
     remembered = (node.maas or {}).get("locked")
-    if machine.locked and remembered == UNSURE and not has_our_lock():
+    if machine.locked and remembered in (ASKED, UNSURE) and not has_our_lock():
         raise _refused("locked", node, f"{shows}, {UNSURE_LOCK[1]}", UNSURE_LOCK[2])
     if machine.locked and not remembered:
         raise _refused("locked", node, f"{shows}, locked by a person", "unlock it in MAAS")

@@ -122,6 +122,32 @@ def test_a_machine_is_not_bound_to_a_host_with_another_serial_number(maas: Maas)
     assert maas.compare().done["nodes bound"] == 1
 
 
+@pytest.mark.parametrize(
+    ("serial", "expected"), [("", "unsure"), ("S9", "serial_differs"), ("S2", "not_deployed")]
+)
+def test_an_installed_node_is_not_bound_to_a_free_machine_by_its_name_alone(
+    maas: Maas, serial: str, expected: str
+) -> None:
+    """Its deployment would end the keys of the node's host, and install another machine as it."""
+    maas.machines.machine("m2", 2, address="10.0.2.16")
+    if serial:
+        maas.report(serial, "m2", 2)
+    maas.begin(machine(), machine(**{**OTHER, "status": 4, "owner": "", "ip_addresses": []}))
+    maas.compare()
+    assert codes(maas.compare()) == [expected]
+    with reading(maas.engine) as conn:
+        assert bool(nodes.get(conn, "m2").maas) == (serial == "S2")
+
+
+def test_a_machine_of_another_user_is_not_locked_when_it_is_bound(maas: Maas) -> None:
+    maas.machines.machine("m2", 2, address="10.0.2.16")
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m2", unclean_allocation_id="tenant")
+    maas.begin(machine(), machine(**{**OTHER, "owner": "somebody"}))
+    assert codes(maas.compare()) == ["foreign_owner"]
+    assert maas.asked() == ["set_workload_annotations"], "that of our own machine"
+
+
 @pytest.mark.parametrize("tenant", [False, True])
 def test_hosts_with_one_serial_number_are_left_alone(maas: Maas, tenant: bool) -> None:
     """But for the lock of a tenant's machine, which MAAS itself knows by this number: no other host
@@ -353,6 +379,38 @@ def test_a_machine_that_maas_cannot_write_keeps_no_other_from_its_lock(maas: Maa
     assert (machines["abc123"]["locked"], machines["def456"]["locked"]) == (False, True)
 
 
+@pytest.mark.parametrize("status", [500, 403])
+def test_a_machine_without_tags_that_maas_cannot_show_is_named_and_stops_no_other(
+    maas: Maas, status: int
+) -> None:
+    add(maas)
+    maas.begin(machine(), machine(**OTHER))
+    maas.compare()
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    maas.begin(machine(), machine(**{**OTHER, "tag_names": []}), status={"GET def456": status})
+    result = maas.compare()
+    assert codes(result) == ["not_read"]
+    row = by_code(result, "not_read")
+    assert (row.subject, row.expected) == ("node m2", "machine def456")
+    assert f"HTTP {status}" in row.found
+    assert maas.asked() == ["set_workload_annotations", "lock"]
+    with reading(maas.engine) as conn:
+        assert (nodes.get(conn, "m2").maas or {})["system_id"] == "def456"
+
+
+def test_a_maas_that_shows_no_machine_ends_the_pass(maas: Maas) -> None:
+    """The third silence means MAAS itself, of which nothing may be concluded."""
+    keys = ["def4", "def5", "def6"]
+    for key in keys:
+        add(maas, key)
+        with transaction(maas.engine) as conn:
+            nodes.update(conn, key, maas={"system_id": key})
+    maas.begin(status={f"GET {key}": 503 for key in keys})
+    assert (maas.compare().error or {})["code"] == "maas_silent"
+    assert maas.asked() == []
+
+
 def test_a_list_takes_longer_than_a_request_of_a_task(
     maas: Maas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +426,38 @@ def test_a_lock_whose_answer_is_lost_is_ours(maas: Maas, faults: dict[str, Any])
     maas.begin(machine(), machine("other9", tag_names=[]), **faults)
     reading = maas.compare()
     assert reading.error or "maas_wrong_machine" in by_code(reading, "not_written").found
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert maas.compare().done["machines unlocked"] == 1
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_lock_that_never_reached_maas_makes_no_persons_lock_ours(maas: Maas, seen: bool) -> None:
+    """seen: whether a comparison sees it while the tenant is there."""
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    maas.begin(status={"lock": 502})
+    assert maas.compare().error
+    row = {"node": "abc123", "type": "User locking node", "description": "(ann) - audit"}
+    maas.begin(machine(locked=True), events=[row])
+    if seen:
+        assert codes(maas.compare()) == []
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert codes(maas.compare()) == ["lock_unsure"]
+    assert maas.asked() == []
+
+
+def test_whose_a_lock_is_is_asked_before_its_event_is_old(maas: Maas) -> None:
+    """MAAS shows the newest events of a machine only, and a tenant stays for months."""
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    maas.begin(lost=["lock"])
+    assert maas.compare().error
+    assert codes(maas.compare()) == []
+    maas.begin(machine(locked=True))
     with transaction(maas.engine) as conn:
         launching.release(conn, key, ADMIN)
         assert maas.machines.released(conn, key)

@@ -790,6 +790,23 @@ def test_a_lock_of_a_person_after_an_unlock_without_an_answer_stays(maas: Maas) 
     assert maas.manager.record()["machines"]["abc123"]["locked"]
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_lock_without_an_answer_is_taken_off_only_if_maas_shows_that_it_is_ours(
+    maas: Maas, ours: bool
+) -> None:
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    maas.begin(lost=["lock"])
+    assert maas.compare().error
+    if not ours:
+        maas.begin(machine(locked=True))
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    assert maas.play().error.get("code") == (None if ours else "maas_locked")
+    assert ("unlock" in maas.asked()) == ours
+
+
 def test_a_lock_that_comes_before_the_next_read_may_be_a_persons(maas: Maas) -> None:
     maas.tenancy()
     maas.locked()
@@ -825,6 +842,22 @@ def test_an_unlock_that_never_reached_maas_is_repeated(
     maas.begin(machine(locked=True), events=[lock])
     assert maas.play().state == "succeeded"
     assert maas.asked() == ["unlock", "release", "deploy"]
+
+
+def test_an_unlock_without_effect_is_given_up_like_any_request(maas: Maas) -> None:
+    maas.tenancy()
+    maas.locked()
+    text = f"(gpuaas) - {lock_comment('m1')}"
+    lock = {"node": "abc123", "type": "User locking node", "description": text}
+    maas.begin(machine(locked=True), events=[lock], status={"unlock": 502})
+    task = maas.play()
+    assert task.error.get("code") == "maas_undone"
+    assert "after unlock" in task.error["found"]
+    assert maas.asked() == ["unlock"] * maas_tasks.MOST
+    # Nothing was released, and the lock is still known to be ours.
+    maas.begin(machine(locked=True), events=[lock])
+    maas.queue()
+    assert maas.play().state == "succeeded"
 
 
 @pytest.mark.parametrize(("status", "locked"), [(403, True), (409, UNSURE)])
@@ -880,9 +913,9 @@ def test_a_ticket_ends_with_its_deployment(maas: Maas) -> None:
     assert code(maas.enrol, maas.ticket()) == "token_invalid"
 
 
-@pytest.mark.parametrize("end", ["canceled", "lost"])
+@pytest.mark.parametrize("end", ["canceled", "lost", "retired"])
 def test_a_ticket_ends_with_a_deployment_that_is_given_up(maas: Maas, end: str) -> None:
-    """While it waits for MAAS, or because its worker is gone."""
+    """While it waits for MAAS, because its worker is gone, or with its node."""
     maas.tenancy()
     task = maas.step()
     while not maas.fields("deploy"):
@@ -891,11 +924,14 @@ def test_a_ticket_ends_with_a_deployment_that_is_given_up(maas: Maas, end: str) 
     with transaction(maas.engine) as conn:
         if end == "canceled":
             task_failures.cancel(conn, task.id, ADMIN)
-        else:
+        elif end == "lost":
             conn.execute(sa.update(tasks).values(not_before=None))
             (running,) = leasing.lease(conn, "worker", kinds=[DEPLOY])
             task_failures.lose(conn, running, ADMIN)
-    assert maas.task(task.id).state == end
+        else:
+            host.lost(conn, "m1", ADMIN)
+            host.retire(conn, "m1", ADMIN.because("it does not come back"))
+    assert maas.task(task.id).state == ("lost" if end == "lost" else "canceled")
     assert code(maas.enrol, maas.ticket()) == "token_invalid"
     assert maas.node().tenant_machine_ids
 
