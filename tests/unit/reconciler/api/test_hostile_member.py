@@ -310,10 +310,47 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
     assert app.state.places._taken == app.state.places._waiting == {}
 
 
+def test_a_token_that_is_revoked_while_a_request_waits_opens_nothing(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has stolen it may have sent a thousand requests, which wait for each other."""
+    over = threading.Event()
+
+    def slow(_text: str) -> dict[str, Any]:
+        assert over.wait(60)
+        return {}
+
+    monkeypatch.setattr(cloud_config, "parse", slow)
+    monkeypatch.setattr(security, "PLACES", 1)
+    app = create_app(selling.settings, selling.engine)
+    theirs = {"Authorization": f"Bearer {selling.secrets[ATTACKER]}"}
+
+    def post(path: str, wish: dict[str, Any]) -> int:
+        headers = {**theirs, "Idempotency-Key": path}
+        at = f"{url}/api/v1/projects/other/{path}"
+        return httpx.post(at, json=wish, headers=headers, timeout=60).status_code
+
+    with listening(app) as url, ThreadPoolExecutor(2) as pool:
+        pool.submit(post, "allocations", {**BODY, "ssh_keys": [OWN_KEY], "gpu_count": 9})
+        until(lambda: app.state.places._taken)
+        waiting = pool.submit(post, "ssh-keys", {"public_key": OWN_KEY})
+        until(lambda: app.state.places._waiting)
+        try:
+            with transaction(selling.engine) as conn:
+                token = tokens.authenticate(conn, selling.secrets[ATTACKER])
+                assert token is not None
+                tokens.revoke(conn, token.id, ACT)
+        finally:
+            over.set()
+        assert waiting.result() == 401
+    assert kept(selling)["ssh_keys"] == []
+    assert app.state.places._taken == app.state.places._waiting == {}
+
+
 def test_a_request_that_is_canceled_gives_its_place_to_the_next() -> None:
     async def play() -> None:
         places = security.Places()
-        leave = await places.take("a", 1)
+        leave, _ = await places.take("a", 1)
         first, second, third = (asyncio.create_task(places.take("a", 1)) for _ in range(3))
         await asyncio.sleep(0)
         first.cancel()
@@ -321,9 +358,9 @@ def test_a_request_that_is_canceled_gives_its_place_to_the_next() -> None:
         leave()
         # It has its turn, and is canceled before it knows.
         second.cancel()
-        (await third)()
+        (await third)[0]()
         assert places._taken == places._waiting == {}
-        (await places.take("a", 1))()
+        (await places.take("a", 1))[0]()
 
     asyncio.run(play())
 
