@@ -151,6 +151,14 @@ def test_a_token_is_good_once(new: Stack) -> None:
 
 
 @pytest.mark.covers("P7")
+def test_a_token_ends_with_the_issue_of_the_next(new: Stack) -> None:
+    """The script with the first may be in the hands of somebody else."""
+    first, second = body(new), body(new)
+    answers = [new.client().post(PATH, json=sent).status_code for sent in (first, second)]
+    assert answers == [401, 200]
+
+
+@pytest.mark.covers("P7")
 def test_a_token_belongs_to_its_node(new: Stack) -> None:
     sent = body(new) | {"node_id": "other"}
     answer = new.client().post("nodes/other/enrol", json=sent)
