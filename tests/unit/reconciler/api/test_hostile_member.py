@@ -203,9 +203,6 @@ def test_no_list_or_sum_has_what_is_another_projects(
         pools.start(conn, pool, ACT, most=1)
     enqueue(selling)
     play(selling, Outcome({}))
-    with transaction(selling.engine) as conn:
-        # It was open for a while, which a chart would show.
-        conn.execute(sa.update(jobs_table).values(enqueued_at=jobs_table.c.enqueued_at - 600))
     bury(selling)
     for path, sent in (
         ("ssh-keys", {"public_key": OWN_KEY}),
@@ -214,6 +211,9 @@ def test_no_list_or_sum_has_what_is_another_projects(
     ):
         answer = selling.client(VICTIM).post(f"projects/demo/{path}", json=sent)
         assert answer.is_success, answer.text
+    with transaction(selling.engine) as conn:
+        # A chart shows jobs that were open for a while.
+        conn.execute(sa.update(jobs_table).values(enqueued_at=jobs_table.c.enqueued_at - 600))
     now = as_a_whole(selling, own)
     assert {path: now[path] for path in before if now[path] != before[path]} == {}
 
@@ -849,3 +849,19 @@ def test_a_reason_reads_as_it_was_written(selling: Stack, mark: str) -> None:
     path = f"projects/other/allocations/{grab(selling).json()['id']}/release"
     answer = refused(selling, lambda: attack(selling, "POST", path, json={"reason": f"a{mark}b"}))
     assert (answer["status"], answer["code"]) == (422, "request_invalid")
+
+
+def test_a_registered_key_ends_with_the_token_that_registered_it(selling: Stack) -> None:
+    """Whoever has stolen a token would else keep a way into the machines."""
+    mine = grab(selling).json()["id"]
+    activate(selling, mine)
+    answer = attack(selling, "POST", "projects/other/ssh-keys", json={"public_key": KEY})
+    assert answer.status_code == 201
+    with transaction(selling.engine) as conn:
+        line = KEY.rsplit(" ", 1)[0]
+        assert ssh_access.authorise(conn, mine, line).project_id == "other"
+        token = tokens.authenticate(conn, selling.secrets[ATTACKER])
+        assert token is not None
+        tokens.revoke(conn, token.id, ACT)
+        with pytest.raises(Problem, match="token_ended"):
+            ssh_access.authorise(conn, mine, line)
