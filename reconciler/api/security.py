@@ -346,8 +346,10 @@ class Places:
         self._taken: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
-    async def take(self, key: str, most: int) -> Callable[[], None]:
-        """Wait for a place; returns the function by which the request leaves it."""
+    async def take(self, key: str, most: int) -> tuple[Callable[[], None], bool]:
+        """Wait for a place; returns the function by which the request leaves it, and whether there
+        was none at first.
+        """
         with self._lock:
             free = self._taken.get(key, 0) < most
             if free:
@@ -361,7 +363,7 @@ class Places:
             except asyncio.CancelledError:
                 self._give_up(key, turn)
                 raise
-        return partial(self._leave, key)
+        return partial(self._leave, key), not free
 
     def _leave(self, key: str) -> None:
         """Give the place to the request that waits longest."""
@@ -393,16 +395,24 @@ def _begin(turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
 
 
-async def take_place(request: Request, key: str, most: int) -> None:
-    """Wait for a place (`Places.take`), unless the request has one. It leaves it at its answer."""
-    if PLACE not in request.scope:
-        places: Places = request.app.state.places
-        request.scope[PLACE] = await places.take(key, most)
+async def take_place(request: Request, key: str, most: int) -> bool:
+    """Take a place (`Places.take`), unless the request has one; returns whether it had to wait. The
+    request leaves its place at its answer.
+    """
+    if PLACE in request.scope:
+        return False
+    places: Places = request.app.state.places
+    request.scope[PLACE], waited = await places.take(key, most)
+    return waited
 
 
 async def _take_place(request: Request, who: Caller) -> None:
-    if who.role == Role.PROJECT_MEMBER:
-        await take_place(request, who.owner, PLACES)
+    if who.role != Role.PROJECT_MEMBER:
+        return
+    waited = await take_place(request, who.owner, PLACES)
+    # Any number of requests may have waited when the token was revoked.
+    if waited and not await run_in_threadpool(who.still, request):
+        raise unauthenticated()
 
 
 def of_pool(pool: Pool) -> tuple[str, int]:

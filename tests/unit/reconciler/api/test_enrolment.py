@@ -11,8 +11,9 @@ import pytest
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from reconciler.db import clock
 from reconciler.db.engine import transaction
-from reconciler.db.schema import node_certificates
+from reconciler.db.schema import enrolment_tokens, node_certificates
 from reconciler.records import tokens
 from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
@@ -136,6 +137,8 @@ def test_a_token_is_judged_before_anything_is_written(new: Stack) -> None:
     with transaction(new.engine) as conn:
         tokens.end_enrolments(conn)
         assert new.client().post(PATH, json=sent).status_code == 401
+        unknown = new.client().post(f"nodes/{NODE}/userdata", json={"ticket": "ticket_unknown"})
+        assert unknown.status_code == 401
     assert (trust / "known_hosts").stat().st_ino == before
 
 
@@ -148,6 +151,25 @@ def test_a_token_is_good_once(new: Stack) -> None:
             for answer in pool.map(lambda _: new.client().post(PATH, json=sent), range(4))
         ]
     assert sorted(codes) == [200, 401, 401, 401]
+
+
+@pytest.mark.covers("P7")
+def test_an_expired_token_or_ticket_opens_nothing(new: Stack) -> None:
+    sent = body(new)
+    with transaction(new.engine) as conn:
+        ticket = tokens.issue_ticket(conn, NODE, "abc123", ["testclient"], ACT)
+        conn.execute(sa.update(enrolment_tokens).values(expires_at=clock.now() - 1))
+    assert new.client().post(PATH, json=sent).status_code == 401
+    answer = new.client().post(f"nodes/{NODE}/userdata", json={"ticket": ticket})
+    assert (answer.status_code, answer.json()["code"]) == (401, "token_invalid")
+
+
+@pytest.mark.covers("P7")
+def test_a_token_ends_with_the_issue_of_the_next(new: Stack) -> None:
+    """The script with the first may be in the hands of somebody else."""
+    first, second = body(new), body(new)
+    answers = [new.client().post(PATH, json=sent).status_code for sent in (first, second)]
+    assert answers == [401, 200]
 
 
 @pytest.mark.covers("P7")
@@ -256,7 +278,7 @@ def test_a_launch_makes_up_for_a_revocation_that_was_cut_short(
 
 def test_a_host_cannot_take_its_neighbours_key(new: Stack, tmp_path: Path) -> None:
     """It would be revoked for both as soon as the host enrols with another."""
-    (theirs,) = keys(tmp_path, "theirs")
+    theirs, own = keys(tmp_path, "theirs", "own")
     assert new.client().post(PATH, json=body(new) | {"host_key": theirs}).status_code == 200
     admin = new.client("admin")
     other = {"id": "other", "address": "192.0.2.8", "profile": "lab"}
@@ -265,6 +287,9 @@ def test_a_host_cannot_take_its_neighbours_key(new: Stack, tmp_path: Path) -> No
     sent = body(new) | {"node_id": "other", "token": token, "host_key": theirs}
     answer = new.client().post("nodes/other/enrol", json=sent)
     assert (answer.status_code, answer.json()["code"]) == (409, "host_key_not_accepted")
+    # Its own replaces no key but its own.
+    answer = new.client().post("nodes/other/enrol", json=sent | {"host_key": own})
+    assert (answer.status_code, revoked(new)) == (200, [])
 
 
 @pytest.mark.parametrize("upgraded", [False, True])
@@ -306,10 +331,11 @@ def test_a_ticket_fetches_the_script_once(new: Stack) -> None:
     for wrong in (elsewhere, "ticket_unknown"):
         answer = new.client().post(path, json={"ticket": wrong})
         assert (answer.status_code, answer.json()["code"]) == (401, "token_invalid")
+    # It may be used from the machine's address only, which an enrolment is not bound to.
+    sent = {**discovery()["identity"], "node_id": NODE, "hostname": "lab"}
+    assert new.client().post(PATH, json={**sent, "token": ticket}).status_code == 401
     answer = new.client().post(path, json={"ticket": ticket})
     assert (answer.status_code, answer.headers["Cache-Control"]) == (200, "no-store")
     (line,) = [row for row in answer.text.splitlines() if row.startswith("token=")]
-    sent = {**discovery()["identity"], "node_id": NODE, "hostname": "lab"}
-    assert new.client().post(PATH, json={**sent, "token": ticket}).status_code == 401
     assert new.client().post(PATH, json={**sent, "token": line.split("'")[1]}).status_code == 200
     assert new.client().post(path, json={"ticket": ticket}).status_code == 401

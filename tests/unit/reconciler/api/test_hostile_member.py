@@ -20,14 +20,24 @@ from reconciler.api import admission, security
 from reconciler.api.app import create_app
 from reconciler.api.health import create_operator_app
 from reconciler.db.engine import reading, transaction
+from reconciler.db.schema import jobs as jobs_table
 from reconciler.db.schema import settings
-from reconciler.lifecycle import ingress, placement, quota, recovery_policy, slices, ssh_access
+from reconciler.lifecycle import (
+    apps,
+    ingress,
+    placement,
+    quota,
+    recovery_policy,
+    slices,
+    ssh_access,
+)
 from reconciler.lifecycle import launch as launching
 from reconciler.model import client_limits, cloud_config
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
+from reconciler.model.jobs import Outcome
 from reconciler.model.states import Role, TaskKind, TaskState
-from reconciler.pools import pools
+from reconciler.pools import jobs, pools
 from reconciler.records import leasing, projects, queue, tokens
 from reconciler.work.handler import open_work
 from reconciler.work.kinds import HANDLERS
@@ -40,10 +50,11 @@ from tests.unit.reconciler.api.test_baremetal import BODY as MACHINE
 from tests.unit.reconciler.api.test_baremetal import launch as launch_machine
 from tests.unit.reconciler.api.test_baremetal import metal
 from tests.unit.reconciler.api.test_ingress import ADDRESS, OTHER, body, with_addresses
-from tests.unit.reconciler.api.test_jobs import bury, enqueue, with_model
+from tests.unit.reconciler.api.test_jobs import bury, enqueue, play, with_model
 from tests.unit.reconciler.api.test_launches import BODY, activate, launch
 from tests.unit.reconciler.api.test_security import app_instance
 from tests.unit.reconciler.api.test_terminals import recorded
+from tests.unit.reconciler.pools.test_leases import clock_ahead
 from tests.unit.reconciler.service.service import until
 
 __all__ = ["metal"]
@@ -142,43 +153,104 @@ def test_no_operation_reaches_the_objects_of_another_project(
     assert kept(selling) == before
 
 
-def as_a_whole(stack: Stack) -> dict[str, Any]:
-    """What the attacker reads of its project without naming an object, from the contract."""
+def as_a_whole(stack: Stack, own: dict[str, str]) -> dict[str, Any]:
+    """What the attacker reads of its project and of its own objects, from the contract."""
     found = {}
     for verb, path, operation in operations():
-        whole = re.findall("{.*?}", path) == ["{project_id}"]
+        whole = "{project_id}" in path and set(re.findall("{(.*?)}", path)) <= set(own)
         # Whether a model is served follows from heartbeats: it has a test of its own.
         whole = whole and not path.endswith("/jobs/models")
         if verb == "get" and whole and "project-member" in roles(operation):
-            answer = stack.client(ATTACKER).get("http://test" + path.format(project_id="other"))
+            answer = stack.client(ATTACKER).get("http://test" + path.format(**own))
             assert answer.status_code == 200, (path, answer.text)
             document = answer.json()
             # Up to the present moment, or since one before it.
             for moment in ("to", "since"):
                 document.pop(moment, None)
+            # A machine's time goes on; the number of machines does not.
+            for row in (*document.get("items", ()), *document.get("totals", ())):
+                for amount in ("counted_seconds", "gpu_seconds"):
+                    row.pop(amount, None)
             found[path] = document
     return found
 
 
+def with_app(stack: Stack, project: str, allocation_id: str) -> str:
+    activate(stack, allocation_id)
+    with transaction(stack.engine) as conn:
+        wish = {"slug": "slurm-reference", "name": "mine", "managed_key": "k"}
+        app = apps.NewApp(project_id=project, controller_id=allocation_id, **wish)
+        return str(apps.create(conn, app, ACT).id)
+
+
 def test_no_list_or_sum_has_what_is_another_projects(
-    selling: Stack, request: pytest.FixtureRequest
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quota, "OPERATIONS_PER_HOUR", 1)
     with_model(selling)
-    before = as_a_whole(selling)
-    assert len(before) > 10
-    recorded(selling, request.getfixturevalue("objects")["allocation_id"])
+    theirs = grab(selling).json()["id"]
+    app = with_app(selling, "other", theirs)
+    own = {"project_id": "other", "allocation_id": theirs, "app_instance_id": app}
+    before = as_a_whole(selling, own)
+    assert len(before) > 15
+    mine = launch(selling).json()["id"]
+    recorded(selling, mine)
+    selling.ingress_rule(mine)
+    # Nor does the attacker's operation count as the victim's.
+    with_app(selling, "demo", mine)
     with transaction(selling.engine) as conn:
         pool = pools.NewPool("a", ["m"], project_id="demo", target="remote")
         pools.start(conn, pool, ACT, most=1)
+    enqueue(selling)
+    play(selling, Outcome({}))
     bury(selling)
     for path, sent in (
         ("ssh-keys", {"public_key": OWN_KEY}),
         ("jobs", {"model": "m", "input": {}}),
+        (f"allocations/{mine}/power", {"action": "stop"}),
     ):
         answer = selling.client(VICTIM).post(f"projects/demo/{path}", json=sent)
         assert answer.is_success, answer.text
-    now = as_a_whole(selling)
+    with transaction(selling.engine) as conn:
+        # A chart shows jobs that were open for a while.
+        conn.execute(sa.update(jobs_table).values(enqueued_at=jobs_table.c.enqueued_at - 600))
+    now = as_a_whole(selling, own)
     assert {path: now[path] for path in before if now[path] != before[path]} == {}
+
+
+def test_no_act_on_all_jobs_reaches_those_of_another_project(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acts that name no job: they cancel, take back, or make room for others."""
+    with_model(selling)
+    enqueue(selling)
+    play(selling, Outcome({}))
+    for _ in range(2):
+        bury(selling)
+    sample = selling.client(VICTIM).post("projects/demo/jobs/dlq/reprocess", json={"sample": 1})
+    assert sample.is_success, sample.text
+    enqueue(selling)
+    before = kept(selling)[jobs_table.name]
+    # Of two dead letters one waits again, which the victim's next request for all has to await.
+    statuses = ["dead_letter", "done", "pending", "pending"]
+    assert sorted(job.status for job in before) == statuses
+    for path, wish, nothing in (
+        ("cancel", {"all": True}, {"canceled": 0}),
+        ("cancel", {"all": True, "dead_letters": True}, {"canceled": 0}),
+        ("dlq/reprocess", {"all": True}, {"ids": []}),
+        ("dlq/reprocess", {"all": True, "force": True}, {"ids": []}),
+    ):
+        answer = attack(selling, "POST", f"projects/other/jobs/{path}", json=wish)
+        assert answer.json() == nothing, (path, wish)
+    # At its limit, a project gives up its own results and no others.
+    monkeypatch.setitem(jobs.LIMITS, "jobs_kept", 1)
+    with clock_ahead(selling.engine, 2 * jobs.READABLE_S):
+        for status in (201, 429):
+            wish = {"model": "m", "input": {}}
+            answer = attack(selling, "POST", "projects/other/jobs", json=wish)
+            assert answer.status_code == status, answer.text
+    after = kept(selling)[jobs_table.name]
+    assert [job for job in after if job.project_id == "demo"] == before
 
 
 def test_the_key_of_a_request_is_its_senders(selling: Stack) -> None:
@@ -310,10 +382,47 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
     assert app.state.places._taken == app.state.places._waiting == {}
 
 
+def test_a_token_that_is_revoked_while_a_request_waits_opens_nothing(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has stolen it may have sent a thousand requests, which wait for each other."""
+    over = threading.Event()
+
+    def slow(_text: str) -> dict[str, Any]:
+        assert over.wait(60)
+        return {}
+
+    monkeypatch.setattr(cloud_config, "parse", slow)
+    monkeypatch.setattr(security, "PLACES", 1)
+    app = create_app(selling.settings, selling.engine)
+    theirs = {"Authorization": f"Bearer {selling.secrets[ATTACKER]}"}
+
+    def post(path: str, wish: dict[str, Any]) -> int:
+        headers = {**theirs, "Idempotency-Key": path}
+        at = f"{url}/api/v1/projects/other/{path}"
+        return httpx.post(at, json=wish, headers=headers, timeout=60).status_code
+
+    with listening(app) as url, ThreadPoolExecutor(2) as pool:
+        pool.submit(post, "allocations", {**BODY, "ssh_keys": [OWN_KEY], "gpu_count": 9})
+        until(lambda: app.state.places._taken)
+        waiting = pool.submit(post, "ssh-keys", {"public_key": OWN_KEY})
+        until(lambda: app.state.places._waiting)
+        try:
+            with transaction(selling.engine) as conn:
+                token = tokens.authenticate(conn, selling.secrets[ATTACKER])
+                assert token is not None
+                tokens.revoke(conn, token.id, ACT)
+        finally:
+            over.set()
+        assert waiting.result() == 401
+    assert kept(selling)["ssh_keys"] == []
+    assert app.state.places._taken == app.state.places._waiting == {}
+
+
 def test_a_request_that_is_canceled_gives_its_place_to_the_next() -> None:
     async def play() -> None:
         places = security.Places()
-        leave = await places.take("a", 1)
+        leave, _ = await places.take("a", 1)
         first, second, third = (asyncio.create_task(places.take("a", 1)) for _ in range(3))
         await asyncio.sleep(0)
         first.cancel()
@@ -321,9 +430,9 @@ def test_a_request_that_is_canceled_gives_its_place_to_the_next() -> None:
         leave()
         # It has its turn, and is canceled before it knows.
         second.cancel()
-        (await third)()
+        (await third)[0]()
         assert places._taken == places._waiting == {}
-        (await places.take("a", 1))()
+        (await places.take("a", 1))[0]()
 
     asyncio.run(play())
 
@@ -740,3 +849,19 @@ def test_a_reason_reads_as_it_was_written(selling: Stack, mark: str) -> None:
     path = f"projects/other/allocations/{grab(selling).json()['id']}/release"
     answer = refused(selling, lambda: attack(selling, "POST", path, json={"reason": f"a{mark}b"}))
     assert (answer["status"], answer["code"]) == (422, "request_invalid")
+
+
+def test_a_registered_key_ends_with_the_token_that_registered_it(selling: Stack) -> None:
+    """Whoever has stolen a token would else keep a way into the machines."""
+    mine = grab(selling).json()["id"]
+    activate(selling, mine)
+    answer = attack(selling, "POST", "projects/other/ssh-keys", json={"public_key": KEY})
+    assert answer.status_code == 201
+    with transaction(selling.engine) as conn:
+        line = KEY.rsplit(" ", 1)[0]
+        assert ssh_access.authorise(conn, mine, line).project_id == "other"
+        token = tokens.authenticate(conn, selling.secrets[ATTACKER])
+        assert token is not None
+        tokens.revoke(conn, token.id, ACT)
+        with pytest.raises(Problem, match="token_ended"):
+            ssh_access.authorise(conn, mine, line)

@@ -288,12 +288,16 @@ def test_a_slot_is_found_only_under_its_node(selling: Stack) -> None:
     body = {"id": "n2", "address": "192.0.2.8", "profile": "lab"}
     assert admin.post("admin/nodes", json=body).status_code == 201
     for answer in (
-        admin.get(f"admin/nodes/n2/resource-slots/{slot}"),
+        *(
+            admin.get(f"admin/nodes/n2/resource-slots/{slot}{part}")
+            for part in ("", "/history", "/proofs")
+        ),
         admin.post(f"admin/nodes/n2/resource-slots/{slot}/disable"),
         admin.get(f"{PATH}/none"),
     ):
         assert (answer.status_code, answer.json()["code"]) == (404, "slot_not_found")
     assert admin.get("admin/nodes/none/resource-slots").json()["code"] == "node_not_found"
+    assert admin.get("admin/nodes/n2/resource-slots").json()["items"] == []
 
 
 @pytest.mark.covers("CTRL-1")

@@ -533,6 +533,28 @@ def test_the_token_opens_its_pool_only_and_for_no_longer_than_that(new: Stack) -
     assert (read(new, id).status, read(new, id).lost) == ("pending", 1)
 
 
+def test_a_token_that_is_replaced_while_a_request_waits_opens_nothing(
+    new: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool's requests wait for each other, and any number of them may have come before."""
+    remote_pool(new)
+    worker = Worker(new)
+    (id,) = enqueue(new)
+    pool, take_place = pool_of(new).id, worker_routes.take_place
+
+    async def replaced(*given: Any) -> bool:
+        waited = await take_place(*given)
+        with transaction(new.engine) as conn:
+            remote.issue(conn, pool, ACT, 3600)
+        return waited
+
+    monkeypatch.setattr(worker_routes, "take_place", replaced)
+    claim = {"token": str(uuid.uuid4()), "limit": 1}
+    answer = worker.ask("turn", claim=claim)
+    assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated")
+    assert read(new, id).status == "pending"
+
+
 def test_no_operation_but_those_of_workers_takes_the_token(new: Stack) -> None:
     remote_pool(new)
     holder, before = new.client("remote-demo"), kept(new)
