@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from reconciler.db import clock, journal, locks, rows
 from reconciler.db.journal import Overdue, advance
 from reconciler.db.schema import Absence, Allocation, RecoveryCase, absences, recovery_cases
-from reconciler.lifecycle import recovery, recovery_evidence, recovery_policy
+from reconciler.lifecycle import drift, recovery, recovery_evidence, recovery_policy
 from reconciler.lifecycle.recovery_policy import ACTOR, BlockedAllocation
 from reconciler.lifecycle.slices import BUILDING
 from reconciler.model.act import Act, require_reason
@@ -358,6 +358,8 @@ def _stop(conn: sa.Connection, case: RecoveryCase, judged: Judgement, act: Act) 
             "remedy": "read the checks of the case's step runtime_absence_after and mend the host;"
             " `gpuaas slots remove-orphan` removes a machine from a slot that is disabled",
         }
+        # It takes slots off sale of which the host holds something.
+        drift.queue_comparison(conn, case.node_id, act.because("a recovery has left something"))
     else:
         steps = _last_steps(conn, case)
         error = recovery_evidence.not_recovered(recovery_evidence.unsold_slots(conn, case))

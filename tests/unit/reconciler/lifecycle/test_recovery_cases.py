@@ -442,6 +442,8 @@ def test_what_is_left_after_the_clean_up_is_for_a_person(story: Story, *, resold
     assert (case.state, len(case.proof_ids)) == ("recovered" if resold else "failed", 1)
     assert case.failure.get("code") == (None if resold else "leftovers_remain")
     assert "runtime_absence_after" in story.steps()
+    compared = story.do(lambda conn: queue.every(conn, kind=TaskKind.SLICE_DRIFT_RECONCILE))
+    assert bool(compared) != resold, "it takes slots off sale that are not clean"
 
 
 def test_a_slot_that_was_sold_since_had_come_back(story: Story) -> None:
