@@ -17,6 +17,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from reconciler.api import security
 from reconciler.api import worker as worker_routes
 from reconciler.api.app import create_app
 from reconciler.api.security import BURST, Rates
@@ -540,10 +541,10 @@ def test_a_token_that_is_replaced_while_a_request_waits_opens_nothing(
     remote_pool(new)
     worker = Worker(new)
     (id,) = enqueue(new)
-    pool, take_place = pool_of(new).id, worker_routes.take_place
+    pool = pool_of(new).id
 
     async def replaced(*given: Any) -> bool:
-        waited = await take_place(*given)
+        waited = await security.take_place(*given)
         with transaction(new.engine) as conn:
             remote.issue(conn, pool, ACT, 3600)
         return waited
