@@ -855,6 +855,35 @@ def test_terminals_of_one_connection_are_counted(world: World) -> None:
     world.refused("too_many_connections")
 
 
+@pytest.mark.parametrize("limits", [replace(QUICK, terminals=2, idle_s=2)])
+def test_channels_that_run_nothing_leave_their_places(world: World) -> None:
+    """The gateway has no subsystems. A connection with nothing but closed channels is idle."""
+
+    async def connect() -> asyncssh.SSHClientConnection:
+        return await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+
+    async def work() -> str:
+        client = await connect()
+        (session,) = world.gateway.clients
+        assert isinstance(session, Client)
+        asked = [client.create_process(subsystem="sftp") for _ in range(2)]
+        refused = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(each) for each in refused] == [asyncssh.ChannelOpenError] * 2
+        while not all(shell.gone for shell in session._terminals):
+            await asyncio.sleep(0.02)
+        async with await connect() as other:
+            assert "uid=" in str((await other.run("id")).stdout)
+        async with asyncio.timeout(60):
+            await session.ended.wait()
+        client.abort()
+        return session._why
+
+    assert world.on_loop(work()) == "idle"
+
+
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
     """Each holds one until its first frame, without a ticket."""
