@@ -884,6 +884,41 @@ def test_channels_that_run_nothing_leave_their_places(world: World) -> None:
     assert world.on_loop(work()) == "idle"
 
 
+@pytest.mark.parametrize("limits", [replace(QUICK, channels=2, machine_s=300)])
+def test_shells_that_open_for_closed_channels_are_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each logs in to the guest, and its client may ask for the next at once."""
+    log_in, going = Machine.log_in, asyncio.Event()
+
+    async def wait(self: Machine) -> asyncssh.SSHClientConnection:
+        await going.wait()
+        return await log_in(self)
+
+    monkeypatch.setattr(Machine, "log_in", wait)
+
+    async def work() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client)
+            for _ in range(2):
+                process = await client.create_process("true")
+                process.close()
+                while not session._terminals[-1].gone:
+                    await asyncio.sleep(0.02)
+            with pytest.raises(asyncssh.ChannelOpenError, match="too many channels"):
+                await client.create_process("true")
+            going.set()
+            while not all(shell.over for shell in session._terminals):
+                await asyncio.sleep(0.02)
+            assert (await client.run("echo in")).stdout == "in\n"
+
+    world.on_loop(work())
+
+
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
     """Each holds one until its first frame, without a ticket."""
