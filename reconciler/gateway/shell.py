@@ -44,6 +44,10 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
         columns, rows, _, _ = self.term_size
         wish = Wish(columns, rows, self.term_type or "", self.command)
         terminal = await open_terminal(session, machine, grant, wish, "terminal")
+        # A gateway that stops waits for it, because its recording must be complete.
+        await keep(self._play(terminal, wish))
+
+    async def _play(self, terminal: Terminal, wish: Wish) -> None:
         if self.is_closing():
             keep(terminal.close())
             return

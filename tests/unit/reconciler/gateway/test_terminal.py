@@ -1099,6 +1099,31 @@ def test_a_service_that_stops_ends_its_terminals_with_a_record(
     assert hashlib.sha256(answer["cast"].encode()).hexdigest() == answer["digest"]
 
 
+def test_a_gateway_that_stops_completes_its_recordings(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the end of the session is written before the rest of its recording."""
+    write = Recording._write
+
+    async def slowly(*part: Any) -> None:
+        await asyncio.sleep(1)
+        await write(*part)
+
+    monkeypatch.setattr(Recording, "_write", slowly)
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    line = world.ssh("echo shown-$((40 + 2)); yes", host=f"gateway-{world.allocation}")
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as client:
+        assert client.stdout and client.stdout.readline() == b"shown-42\n"
+        world.on_loop(world.gateway.stop())
+        (row,) = world.sessions()
+        client.communicate()
+    path = f"admin/ssh-sessions/{row['id']}/replay"
+    answer = world.stack.client("admin").post(path, json={"reason": "incident 7"}).json()
+    assert "shown-42" in answer["cast"]
+    assert hashlib.sha256(answer["cast"].encode()).hexdigest() == row["recording_digest"]
+
+
 def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recording, "LIMIT", 20_000)
     with transaction(world.stack.engine) as conn:
