@@ -1057,6 +1057,7 @@ def test_terminals_of_one_connection_share_a_recording(world: World) -> None:
     until(complete)
     header, *lines = [json.loads(line) for line in answer["cast"].splitlines()]
     assert header["version"] == 2
+    assert {kind for _, kind, _ in lines} == {"o"}, "commands without a terminal have no size"
     shown = "".join(text for _, kind, text in lines if kind == "o")
     assert [word for word in ("first", "second", "third") if word in shown] == shown.split()
 
