@@ -68,6 +68,7 @@ from tests.unit.reconciler.gateway.conftest import (
 from tests.unit.reconciler.service.service import until
 
 AMOUNT = 128 << 20
+LOST = "authorisation_unavailable"
 ROOMY = replace(
     replace(QUICK, machine_s=120, login_s=120, unknown_s=120),
     **dict.fromkeys(("of_allocation", "of_address", "of_member", "strangers_of_address"), 300),
@@ -1211,6 +1212,31 @@ def test_a_silence_of_the_database_is_counted_from_the_last_answer(
         asyncio.run(gateway._check(now))
         ends.append(client._why)
     assert ends == ["closed", "authorisation_unavailable"]
+
+
+def test_an_answer_counts_from_the_round_that_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database may hold it up, and nothing is known of the time since."""
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", QUICK)
+    client = Client(gateway)
+    client.since = 1.0
+    gateway.clients.add(client)
+    answering = threading.Event()
+
+    def hang(*_: object) -> str:
+        answering.wait(60)
+        return ""
+
+    monkeypatch.setattr(Client, "reason", hang)
+    monkeypatch.setattr(Client, "idle", lambda *_: "")
+    asyncio.run(gateway._check(2.0))
+    answering.set()
+    until(lambda: gateway._judged)
+    monkeypatch.setattr(gateway, "_judge", lambda *_: None)
+    for now, why in ((1.0 + QUICK.unknown_s, "closed"), (3.0 + QUICK.unknown_s, LOST)):
+        asyncio.run(gateway._check(now))
+        assert client._why == why
 
 
 @pytest.mark.parametrize("limit", ["of_address", "of_member", "of_allocation", "connections"])
