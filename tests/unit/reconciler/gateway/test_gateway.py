@@ -1239,6 +1239,40 @@ def test_an_answer_counts_from_the_round_that_asked(
         assert client._why == why
 
 
+def test_a_session_that_waits_longest_is_authorised_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round may have no time for all."""
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", QUICK)
+    waiting = [5.0, 3.0, 8.0, 1.0, 9.0, 2.0, 7.0, 4.0, 6.0]
+    for since in waiting:
+        client = Client(gateway)
+        client.since = client.judged_at = since
+        gateway.clients.add(client)
+    monkeypatch.setattr(Client, "claim", property(lambda self: ("grant", "key", self.since)))
+    monkeypatch.setattr(Client, "idle", lambda *_: "")
+    order: list[float] = []
+    monkeypatch.setattr(Client, "reason", lambda self, *_: order.append(self.since) or "")
+    asyncio.run(gateway._check(9.0))
+    assert order == sorted(waiting)
+
+
+def test_a_client_that_has_gone_leaves_no_open_session(world: World) -> None:
+    """Its machine may answer when the end is recorded already."""
+    client = Client(world.gateway)
+    with transaction(world.stack.engine) as conn:
+        public = world.key.with_name("tenant.pub").read_text()
+        grant = ssh_access.authorise(conn, world.allocation, ssh_keys.bare(public))
+
+    async def late() -> None:
+        await client.finish()
+        with pytest.raises(ConnectionError):
+            await client.begin(grant, "jump")
+
+    world.on_loop(late())
+    assert world.sessions() == []
+
+
 @pytest.mark.parametrize("limit", ["of_address", "of_member", "of_allocation", "connections"])
 def test_limits_of_connections(world: World, limit: str) -> None:
     world.gateway.limits = replace(world.gateway.limits, **{limit: 1})
