@@ -247,7 +247,7 @@ class Client(Session, asyncssh.SSHServer):
         self._require_room()
         self._require_terminals()
         shell = Shell(self._run)
-        self._terminals = [*(other for other in self._terminals if not other.gone), shell]
+        self._terminals = [*self._held(), shell]
         return shell
 
     async def _run(self, shell: Shell) -> None:
@@ -278,7 +278,7 @@ class Client(Session, asyncssh.SSHServer):
         # A channel that its client never closes stays in memory, as does a channel whose machine
         # reads nothing.
         live = sum(not (near.lost and far.lost) for near, far in self._ends) + self._opening
-        live += sum(not shell.gone for shell in self._terminals)
+        live += len(self._held())
         live += self._machine.forsaken if self._machine else 0
         limit = self.gateway.limits.channels
         if live >= limit:
@@ -291,6 +291,10 @@ class Client(Session, asyncssh.SSHServer):
             )
             self._later(problem)
             raise asyncssh.ChannelOpenError(asyncssh.OPEN_RESOURCE_SHORTAGE, "too many channels")
+
+    def _held(self) -> list[Shell]:
+        """Without those that have ended on both sides: one whose client has gone may still open."""
+        return [shell for shell in self._terminals if not (shell.gone and shell.over)]
 
     def _require_terminals(self) -> None:
         # A connection has many, and one record: that of a jump, if it began with one.

@@ -94,7 +94,8 @@ class Sessions:
         self._reporting: asyncio.Task[None] | None = None
         # Of its own: the usual threads may all wait for the database's writers.
         self._judges = ThreadPoolExecutor(_JUDGES, "gpuaas-sessions")
-        self._judged: dict[Claim, str] = {}
+        # Each answer with the time of the round that asked.
+        self._judged: dict[Claim, tuple[str, float]] = {}
         self._judging: set[Claim] = set()
         self._watching: asyncio.Task[None] | None = None
 
@@ -187,16 +188,17 @@ class Sessions:
         waiting = deque(item for item in asked.items() if item[0] not in self._judging)
         late = threading.Event()
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._judges, self._judge, waiting, late)
+        work = loop.run_in_executor(self._judges, self._judge, waiting, late, now)
         await asyncio.wait({work}, timeout=self.limits.check_s)
         late.set()
-        reasons = {claim: self._judged[claim] for claim in asked if claim in self._judged}
+        answers = {claim: self._judged[claim] for claim in asked if claim in self._judged}
         self._judged.clear()
         for client, claim in granted.items():
-            if claim in reasons:
-                client.judged_at = now
+            # A late answer says nothing of the time since.
+            reason, asked_at = answers.get(claim, ("", 0.0))
+            client.judged_at = max(client.judged_at, asked_at)
             lost = now - client.judged_at > self.limits.unknown_s
-            reason = reasons.get(claim, "authorisation_unavailable" if lost else "")
+            reason = reason or ("authorisation_unavailable" if lost else "")
             # The others are watched on, if one session cannot be ended.
             try:
                 if reason := reason or client.idle(now):
@@ -204,7 +206,9 @@ class Sessions:
             except Exception as failure:
                 log.error("cannot end session %s: %s", client.session, failure)
 
-    def _judge(self, waiting: deque[tuple[Claim, Session]], late: threading.Event) -> None:
+    def _judge(
+        self, waiting: deque[tuple[Claim, Session]], late: threading.Event, now: float
+    ) -> None:
         """Answer claims until it is late. A claim that fails or hangs concerns its session only."""
         failures: list[Exception] = []
         while waiting and not late.is_set():
@@ -216,7 +220,7 @@ class Sessions:
                         claim, client = waiting.popleft()
                         self._judging.add(claim)
                         try:
-                            self._judged[claim] = client.reason(conn, claim)
+                            self._judged[claim] = (client.reason(conn, claim), now)
                         finally:
                             self._judging.discard(claim)
             except Exception as failure:

@@ -18,12 +18,12 @@ from reconciler.records.ssh_sessions import Traffic
 
 class Shell(asyncssh.SSHServerProcess[bytes]):
     """The channel of a client. Size and signals pass through at once. over: nothing runs in it any
-    more. gone: the client has closed the channel, too.
+    more. gone: the client has closed the channel.
     """
 
     def __init__(self, run: Callable[[Shell], Awaitable[None]]) -> None:
         super().__init__(lambda _process: run(self), None, 0, False)
-        self.over = self.gone = False
+        self.over = self.gone = self._started = False
         self._began = asyncio.get_running_loop().time()
         self._terminal: Terminal | None = None
         self._holds: set[str] = set()
@@ -35,11 +35,19 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
         chan._process_env_request = lambda _packet: False
         super().connection_made(chan)
 
+    def session_started(self) -> None:
+        self._started = True
+        super().session_started()
+
     async def run(self, session: Session, machine: Machine, grant: Grant) -> None:
         """Run the shell to its end, or raise a Problem."""
         columns, rows, _, _ = self.term_size
         wish = Wish(columns, rows, self.term_type or "", self.command)
         terminal = await open_terminal(session, machine, grant, wish, "terminal")
+        # A gateway that stops waits for it, because its recording must be complete.
+        await keep(self._play(terminal, wish))
+
+    async def _play(self, terminal: Terminal, wish: Wish) -> None:
         if self.is_closing():
             keep(terminal.close())
             return
@@ -89,6 +97,8 @@ class Shell(asyncssh.SSHServerProcess[bytes]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone = True
+        # Its client has asked for nothing, or for a subsystem.
+        self.over = self.over or not self._started
         self._free.set()
         self._stop()
         super().connection_lost(exc)

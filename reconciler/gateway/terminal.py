@@ -171,7 +171,7 @@ async def open_terminal(
                 term_size=wish.size,
                 window=WINDOW,
             )
-        recording = _recording(session, grant.project_id, wish.size) if recorded else None
+        recording = _recording(session, grant.project_id, wish) if recorded else None
     except asyncssh.ChannelOpenError:
         guest.abort()
         raise Problem(
@@ -187,12 +187,12 @@ async def open_terminal(
     return Terminal(guest, process, recording, wish.size)
 
 
-def _recording(session: Session, project_id: str, size: tuple[int, int]) -> Recording:
+def _recording(session: Session, project_id: str, wish: Wish) -> Recording:
     """The session's recording, with another terminal."""
     if session.recording is None:
-        session.recording = Recording(session, project_id, size)
+        session.recording = Recording(session, project_id, wish.size)
     else:
-        session.recording.join(*size)
+        session.recording.join(wish)
     return session.recording
 
 
@@ -225,9 +225,12 @@ class Recording:
         """The announcement, which is shown before anything else."""
         return self.NOTICE.format(self._project_id).encode()
 
-    def join(self, columns: int, rows: int) -> None:
+    def join(self, wish: Wish) -> None:
         """Record another terminal, too."""
-        self.resize(columns, rows)
+        self._require_room()
+        # A command without a terminal has no size. Another terminal keeps its own.
+        if wish.kind:
+            self.resize(*wish.size)
         if not self._terminals:
             # It is not complete any more.
             self._flush("")

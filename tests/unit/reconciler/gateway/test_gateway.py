@@ -48,7 +48,7 @@ from reconciler.gateway.sessions import Claim, Limits
 from reconciler.lifecycle import ssh_access
 from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
-from reconciler.records import ssh_keys, tokens
+from reconciler.records import ssh_keys, terminals, tokens
 from reconciler.service import process
 from reconciler.trust import ca
 from reconciler.trust.certificates import Signature, certify
@@ -68,6 +68,7 @@ from tests.unit.reconciler.gateway.conftest import (
 from tests.unit.reconciler.service.service import until
 
 AMOUNT = 128 << 20
+LOST = "authorisation_unavailable"
 ROOMY = replace(
     replace(QUICK, machine_s=120, login_s=120, unknown_s=120),
     **dict.fromkeys(("of_allocation", "of_address", "of_member", "strangers_of_address"), 300),
@@ -1144,6 +1145,211 @@ def test_a_machine_that_reads_nothing_holds_no_connection_of_a_closed_channel(
     deaf.close()
 
 
+@pytest.mark.parametrize("limits", [replace(QUICK, channels=3, machine_s=300)])
+def test_connections_that_were_given_up_are_bounded(world: World, mute: Mute) -> None:
+    """The host may still open them, as long as another keeps its connection."""
+    mute.host()
+
+    async def ask() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            first = asyncio.create_task(client.open_connection("slice", 22))
+            while not mute.asked.is_set():
+                await asyncio.sleep(0.02)
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client) and session._machine is not None
+            session._machine._timeout_s = 0.2
+            for words in ("machine_silent", "machine_silent", "too many channels"):
+                with pytest.raises(asyncssh.ChannelOpenError, match=words):
+                    await client.open_connection("slice", 22)
+            client.abort()
+            await asyncio.gather(first, return_exceptions=True)
+
+    world.on_loop(ask())
+
+
+def test_a_refused_session_leaves_no_connection_in_the_machine(world: World) -> None:
+    """Its record is refused when the machine has answered, and no limit counts what is left."""
+    world.gateway.limits = replace(QUICK, begun=0, begun_per_s=0.001)
+
+    async def ask() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            with pytest.raises(asyncssh.ChannelOpenError, match="too_many_connections"):
+                await client.open_connection("slice", 22)
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client) and session._machine is not None
+            (far,) = session._machine._ends
+            async with asyncio.timeout(20):
+                while not far.lost:
+                    await asyncio.sleep(0.02)
+
+    world.on_loop(ask())
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300)])
+def test_a_machine_that_speaks_before_its_session_is_recorded_fills_no_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flood = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(machine, "SSH_PORT", flood.getsockname()[1])
+    monkeypatch.setattr(_relay, "PORT", flood.getsockname()[1])
+    open_way(world, world.allocation)
+    threading.Thread(target=_send, args=(flood, AMOUNT // 4), daemon=True).start()
+    begin, recording = Client.begin, asyncio.Event()
+
+    async def slowly(self: Client, *given: Any) -> None:
+        await recording.wait()
+        await begin(self, *given)
+
+    monkeypatch.setattr(Client, "begin", slowly)
+
+    async def read() -> tuple[int, int]:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            asked = asyncio.create_task(client.open_connection("slice", 22))
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client) and session._machine is not None
+            while not session._machine._ends:
+                await asyncio.sleep(0.02)
+            (far,), taken = session._machine._ends, -1
+            while taken != far.received:
+                taken = far.received
+                await asyncio.sleep(0.5)
+            recording.set()
+            reader, _ = await asked
+            whole = 0
+            while part := await reader.read(1 << 20):
+                whole += len(part)
+            return taken, whole
+
+    taken, whole = world.on_loop(read())
+    assert taken < AMOUNT / 16 and whole == AMOUNT // 4
+    flood.close()
+
+
+@pytest.mark.parametrize("first", ["client", "machine"])
+def test_a_connection_that_both_sides_have_ended_is_closed(world: World, first: str) -> None:
+    """That of a whole machine is of TCP, and an end of each direction alone leaves it open."""
+    server = socket.create_server(("127.0.0.1", 0))
+    _make_whole(world, server.getsockname()[1])
+
+    async def end() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            reader, writer = await client.open_connection("slice", 22)
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client)
+            ((near, far),) = session._ends
+            connection, _ = await asyncio.to_thread(server.accept)
+            with connection:
+                if first == "machine":
+                    connection.shutdown(socket.SHUT_WR)
+                    assert await reader.read() == b""
+                writer.write_eof()
+                assert await asyncio.to_thread(connection.recv, 1) == b""
+                assert first == "machine" or not far.lost
+                if first == "client":
+                    connection.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(20):
+                    while not (near.lost and far.lost):
+                        await asyncio.sleep(0.02)
+
+    world.on_loop(end())
+    server.close()
+
+
+def _quicken(monkeypatch: pytest.MonkeyPatch, *, clients: bool) -> None:
+    """Ask clients, or else hosts, thirty times as often whether they are still there."""
+    usual = asyncssh.connection.SSHConnection._set_keepalive_timer
+
+    def set_timer(self: Any) -> None:
+        usual(self)
+        if self._keepalive_timer and self.is_server() == clients:
+            self._keepalive_timer.cancel()
+            self._keepalive_timer = self._loop.call_later(
+                self._keepalive_interval / 30, self._keepalive_timer_callback
+            )
+
+    monkeypatch.setattr(asyncssh.connection.SSHConnection, "_set_keepalive_timer", set_timer)
+
+
+@pytest.mark.parametrize("terminal", [True])
+def test_a_client_that_vanishes_leaves_its_place(
+    world: World, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine was switched off, and says nothing any more; its recording is completed."""
+    assert terminal
+    _quicken(monkeypatch, clients=True)
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+
+    async def vanish() -> None:
+        client = await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+        process = await client.create_process("echo in; cat")
+        assert await process.stdout.readline() == "in\n"
+        client._transport.pause_reading()  # type: ignore[union-attr]
+        async with asyncio.timeout(60):
+            while world.gateway.clients:
+                await asyncio.sleep(0.1)
+        client.abort()
+
+    world.on_loop(vanish())
+    until(lambda: all(row["closed_at"] and row["recording_digest"] for row in world.sessions()))
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300)])
+def test_a_host_that_vanishes_is_given_up(
+    world: World, mute: Mute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _quicken(monkeypatch, clients=False)
+    mute.host()
+
+    async def ask() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            asked = asyncio.create_task(client.open_connection("slice", 22))
+            while not mute.asked.is_set():
+                await asyncio.sleep(0.02)
+            (host,) = mute.connections
+            host._transport.pause_reading()  # type: ignore[union-attr]
+            async with asyncio.timeout(60):
+                with pytest.raises(asyncssh.ChannelOpenError):
+                    await asked
+
+    world.on_loop(ask())
+
+
+def test_the_certificate_of_a_gateway_that_runs_is_renewed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server._RENEW_S < ca.HOST_DAYS * 86_400 / 2
+    monkeypatch.setattr(server, "_RENEW_S", 0.0)
+
+    def shown() -> str:
+        line = ["ssh-keyscan", "-c", "-t", "ed25519", "-p", str(world.port), NAME]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+        assert "-cert-v01@" in done.stdout, done.stderr
+        return done.stdout
+
+    before = shown()
+    until(lambda: shown() != before)
+    assert world.run("id").returncode == 0
+
+
 def _make_whole(world: World, port: int) -> None:
     """Turn the slice into a whole machine, whose SSH server has this port."""
     _set(world, nodes, tenant_address="127.0.0.1", tenant_port=port)
@@ -1211,6 +1417,65 @@ def test_a_silence_of_the_database_is_counted_from_the_last_answer(
         asyncio.run(gateway._check(now))
         ends.append(client._why)
     assert ends == ["closed", "authorisation_unavailable"]
+
+
+def test_an_answer_counts_from_the_round_that_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database may hold it up, and nothing is known of the time since."""
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", QUICK)
+    client = Client(gateway)
+    client.since = 1.0
+    gateway.clients.add(client)
+    answering = threading.Event()
+
+    def hang(*_: object) -> str:
+        answering.wait(60)
+        return ""
+
+    monkeypatch.setattr(Client, "reason", hang)
+    monkeypatch.setattr(Client, "idle", lambda *_: "")
+    asyncio.run(gateway._check(2.0))
+    answering.set()
+    until(lambda: gateway._judged)
+    monkeypatch.setattr(gateway, "_judge", lambda *_: None)
+    for now, why in ((1.0 + QUICK.unknown_s, "closed"), (3.0 + QUICK.unknown_s, LOST)):
+        asyncio.run(gateway._check(now))
+        assert client._why == why
+
+
+def test_a_session_that_waits_longest_is_authorised_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round may have no time for all."""
+    gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", QUICK)
+    waiting = [5.0, 3.0, 8.0, 1.0, 9.0, 2.0, 7.0, 4.0, 6.0]
+    for since in waiting:
+        client = Client(gateway)
+        client.since = client.judged_at = since
+        gateway.clients.add(client)
+    monkeypatch.setattr(Client, "claim", property(lambda self: ("grant", "key", self.since)))
+    monkeypatch.setattr(Client, "idle", lambda *_: "")
+    order: list[float] = []
+    monkeypatch.setattr(Client, "reason", lambda self, *_: order.append(self.since) or "")
+    asyncio.run(gateway._check(9.0))
+    assert order == sorted(waiting)
+
+
+def test_a_client_that_has_gone_leaves_no_open_session(world: World) -> None:
+    """Its machine may answer when the end is recorded already."""
+    client = Client(world.gateway)
+    with transaction(world.stack.engine) as conn:
+        public = world.key.with_name("tenant.pub").read_text()
+        grant = ssh_access.authorise(conn, world.allocation, ssh_keys.bare(public))
+
+    async def late() -> None:
+        await client.finish()
+        with pytest.raises(ConnectionError):
+            await client.begin(grant, "jump")
+
+    world.on_loop(late())
+    assert world.sessions() == []
 
 
 @pytest.mark.parametrize("limit", ["of_address", "of_member", "of_allocation", "connections"])

@@ -23,7 +23,8 @@ import httpx
 import hypothesis
 import pytest
 import sqlalchemy as sa
-from asyncssh.constants import MSG_CHANNEL_CLOSE
+from asyncssh.constants import MSG_CHANNEL_CLOSE, MSG_GLOBAL_REQUEST, MSG_REQUEST_FAILURE
+from asyncssh.packet import Boolean, String
 from hypothesis import strategies as st
 from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -32,6 +33,7 @@ from websockets.typing import Origin, Subprotocol
 
 from reconciler import logs
 from reconciler.api.app import create_app
+from reconciler.api.security import BURST
 from reconciler.console.app import mount
 from reconciler.console.session import of_socket
 from reconciler.db.engine import transaction
@@ -40,7 +42,7 @@ from reconciler.gateway import sessions, web
 from reconciler.gateway.machine import Machine
 from reconciler.gateway.server import Client
 from reconciler.gateway.sessions import Limits, Sessions
-from reconciler.gateway.terminal import Recording
+from reconciler.gateway.terminal import Recording, Terminal
 from reconciler.records import terminals
 from reconciler.settings import Settings
 from reconciler.work import loops
@@ -424,8 +426,18 @@ def test_what_ends_cuts_the_terminal(world: World, site: Site, end: Callable[[Wo
     assert session["reason"] == code
 
 
-def test_a_person_who_leaves_the_project_loses_the_terminal(world: World, limits: Limits) -> None:
-    """The console's session goes on: it asks the provider again, and has other groups."""
+@pytest.mark.parametrize(
+    ("groups", "code", "number"),
+    [
+        (("project-other",), "membership_ended", 4004),
+        # The records would name a member for what an operator does.
+        (("project-demo", "admins"), "session_ended", 4002),
+    ],
+)
+def test_a_person_of_other_groups_loses_the_terminal(
+    world: World, limits: Limits, groups: tuple[str, ...], code: str, number: int
+) -> None:
+    """The console's session goes on: it asks the provider again."""
     with running() as provider:
         values = {"oidc_issuer": provider.url, "oidc_audience": AUDIENCE}
         values |= {"oidc_admin_group": "admins", "oidc_project_prefix": "project-"}
@@ -445,10 +457,10 @@ def test_a_person_who_leaves_the_project_loses_the_terminal(world: World, limits
             ticket = ticket_of_page(site, page, headers)
             with site.open(ticket, headers=headers) as terminal:
                 terminal.ready()
-                assert log_in("project-other") == cookie
-                assert terminal.end()[:2] == ("membership_ended", 4004)
+                assert log_in(*groups) == cookie
+                assert terminal.end()[:2] == (code, number)
     (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
-    assert (session["reason"], session["actor"]) == ("membership_ended", "member:oidc:u-1")
+    assert (session["reason"], session["actor"]) == (code, "member:oidc:u-1")
 
 
 def test_a_machine_that_dies_and_a_database_that_is_away_are_named(
@@ -748,6 +760,67 @@ def test_input_that_the_guest_does_not_read_stays_with_the_client(world: World) 
     assert world.on_loop(type_on()) < 16 << 20
 
 
+def test_a_guest_that_asks_without_end_does_not_fill_the_gateway(world: World) -> None:
+    """The library answers each request, whether the guest takes the answers or not."""
+    guests: list[asyncssh.SSHServerConnection] = []
+    sizes: list[tuple[int, int]] = []
+
+    class Guest(asyncssh.SSHServer):
+        def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+            # The library ends a connection with answers to what it has not asked itself.
+            unread = {MSG_REQUEST_FAILURE: lambda *_: None}
+            conn._packet_handlers = {**conn._packet_handlers, **unread}
+            guests.append(conn)
+
+        def begin_auth(self, username: str) -> bool:
+            return False
+
+    async def run(process: asyncssh.SSHServerProcess[bytes]) -> None:
+        try:
+            await process.stdin.read()
+        except asyncssh.TerminalSizeChanged as change:
+            sizes.append((change.width, change.height))
+        process.stdout.write(b"still here")
+
+    async def ask() -> int:
+        acceptor = await asyncssh.create_server(
+            *(Guest, NAME, 0),
+            server_host_keys=[str(world.guest.folder / "host_key")],
+            process_factory=run, encoding=None,
+        )  # fmt: skip
+        line = socket.create_connection((NAME, acceptor.get_port()))
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        login = {"username": USER, "client_keys": None, "agent_path": None, "config": None}
+        client = await asyncssh.connect(sock=line, known_hosts=None, **login)
+        process: asyncssh.SSHClientProcess[bytes] = await client.create_process(
+            encoding=None, request_pty="force", term_size=(80, 24)
+        )
+        terminal = Terminal(client, process, None, (80, 24))
+        (guest,) = guests
+        guest.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        near: Any = client._transport
+        far: Any = guest._transport
+        far.pause_reading()
+        waiting = 0
+        for _ in range(100):
+            for _ in range(200):
+                guest.send_packet(MSG_GLOBAL_REQUEST, String(b"nothing"), Boolean(True))
+            await asyncio.sleep(0.001)
+            waiting = max(waiting, near.get_write_buffer_size())
+        terminal.resize(100, 30)
+        far.resume_reading()
+        async with asyncio.timeout(60):
+            assert await terminal.read(process.stdout) == b"still here"
+        acceptor.close()
+        for connection in (client, guest):
+            connection.abort()
+            await connection.wait_closed()
+        return waiting
+
+    assert world.on_loop(ask()) < 200_000
+    assert sizes == [(100, 30)]
+
+
 @pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300)])
 @pytest.mark.parametrize("when", ["opening", "open"])
 def test_a_channel_that_closes_ends_its_shell(
@@ -855,6 +928,70 @@ def test_terminals_of_one_connection_are_counted(world: World) -> None:
     world.refused("too_many_connections")
 
 
+@pytest.mark.parametrize("limits", [replace(QUICK, terminals=2, idle_s=2)])
+def test_channels_that_run_nothing_leave_their_places(world: World) -> None:
+    """The gateway has no subsystems. A connection with nothing but closed channels is idle."""
+
+    async def connect() -> asyncssh.SSHClientConnection:
+        return await asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        )  # fmt: skip
+
+    async def work() -> str:
+        client = await connect()
+        (session,) = world.gateway.clients
+        assert isinstance(session, Client)
+        asked = [client.create_process(subsystem="sftp") for _ in range(2)]
+        refused = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(each) for each in refused] == [asyncssh.ChannelOpenError] * 2
+        while not all(shell.gone for shell in session._terminals):
+            await asyncio.sleep(0.02)
+        async with await connect() as other:
+            assert "uid=" in str((await other.run("id")).stdout)
+        async with asyncio.timeout(60):
+            await session.ended.wait()
+        client.abort()
+        return session._why
+
+    assert world.on_loop(work()) == "idle"
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, channels=2, machine_s=300)])
+def test_shells_that_open_for_closed_channels_are_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each logs in to the guest, and its client may ask for the next at once."""
+    log_in, going = Machine.log_in, asyncio.Event()
+
+    async def wait(self: Machine) -> asyncssh.SSHClientConnection:
+        await going.wait()
+        return await log_in(self)
+
+    monkeypatch.setattr(Machine, "log_in", wait)
+
+    async def work() -> None:
+        async with asyncssh.connect(
+            *("127.0.0.1", world.port),
+            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
+        ) as client:  # fmt: skip
+            (session,) = world.gateway.clients
+            assert isinstance(session, Client)
+            for _ in range(2):
+                process = await client.create_process("true")
+                process.close()
+                while not session._terminals[-1].gone:
+                    await asyncio.sleep(0.02)
+            with pytest.raises(asyncssh.ChannelOpenError, match="too many channels"):
+                await client.create_process("true")
+            going.set()
+            while not all(shell.over for shell in session._terminals):
+                await asyncio.sleep(0.02)
+            assert (await client.run("echo in")).stdout == "in\n"
+
+    world.on_loop(work())
+
+
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
     """Each holds one until its first frame, without a ticket."""
@@ -873,6 +1010,17 @@ def test_a_socket_that_says_nothing_is_closed(site: Site, monkeypatch: pytest.Mo
     monkeypatch.setattr(web, "_OPEN_S", 0.5)
     with site.dial() as client:
         assert Web(client).end()[:2] == ("frame_refused", 4007)
+
+
+def test_sockets_count_as_requests_of_their_member(site: Site) -> None:
+    with site.dial():
+        until(lambda: site.live)
+        (owner,) = {each.owner for each in site.live}
+        site.app.state.rates.count(owner, 1.0, 10 * BURST)
+        with pytest.raises(InvalidStatus):
+            site.dial()
+        with site.dial(site.token("stranger")):
+            pass
 
 
 def test_many_sockets_one_after_the_other_are_watched_once(
@@ -993,6 +1141,7 @@ def test_terminals_of_one_connection_share_a_recording(world: World) -> None:
     until(complete)
     header, *lines = [json.loads(line) for line in answer["cast"].splitlines()]
     assert header["version"] == 2
+    assert {kind for _, kind, _ in lines} == {"o"}, "commands without a terminal have no size"
     shown = "".join(text for _, kind, text in lines if kind == "o")
     assert [word for word in ("first", "second", "third") if word in shown] == shown.split()
 
@@ -1033,6 +1182,31 @@ def test_a_service_that_stops_ends_its_terminals_with_a_record(
     answer = admin.post(path, json={"reason": "incident 7"}).json()
     assert "shown-42" in answer["cast"]
     assert hashlib.sha256(answer["cast"].encode()).hexdigest() == answer["digest"]
+
+
+def test_a_gateway_that_stops_completes_its_recordings(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the end of the session is written before the rest of its recording."""
+    write = Recording._write
+
+    async def slowly(*part: Any) -> None:
+        await asyncio.sleep(1)
+        await write(*part)
+
+    monkeypatch.setattr(Recording, "_write", slowly)
+    with transaction(world.stack.engine) as conn:
+        terminals.record_terminals(conn, "demo", ACT, enabled=True)
+    line = world.ssh("echo shown-$((40 + 2)); yes", host=f"gateway-{world.allocation}")
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as client:
+        assert client.stdout and client.stdout.readline() == b"shown-42\n"
+        world.on_loop(world.gateway.stop())
+        (row,) = world.sessions()
+        client.communicate()
+    path = f"admin/ssh-sessions/{row['id']}/replay"
+    answer = world.stack.client("admin").post(path, json={"reason": "incident 7"}).json()
+    assert "shown-42" in answer["cast"]
+    assert hashlib.sha256(answer["cast"].encode()).hexdigest() == row["recording_digest"]
 
 
 def test_recordings_are_bounded(world: World, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
