@@ -23,8 +23,7 @@ import httpx
 import hypothesis
 import pytest
 import sqlalchemy as sa
-from asyncssh.constants import MSG_CHANNEL_CLOSE, MSG_GLOBAL_REQUEST, MSG_REQUEST_FAILURE
-from asyncssh.packet import Boolean, String
+from asyncssh.constants import MSG_CHANNEL_CLOSE
 from hypothesis import strategies as st
 from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -42,7 +41,7 @@ from reconciler.gateway import sessions, web
 from reconciler.gateway.machine import Machine
 from reconciler.gateway.server import Client
 from reconciler.gateway.sessions import Limits, Sessions
-from reconciler.gateway.terminal import Recording, Terminal
+from reconciler.gateway.terminal import Recording
 from reconciler.records import terminals
 from reconciler.settings import Settings
 from reconciler.work import loops
@@ -758,67 +757,6 @@ def test_input_that_the_guest_does_not_read_stays_with_the_client(world: World) 
 
     # What the guest's server and the kernel's buffers hold was taken, too.
     assert world.on_loop(type_on()) < 16 << 20
-
-
-def test_a_guest_that_asks_without_end_does_not_fill_the_gateway(world: World) -> None:
-    """The library answers each request, whether the guest takes the answers or not."""
-    guests: list[asyncssh.SSHServerConnection] = []
-    sizes: list[tuple[int, int]] = []
-
-    class Guest(asyncssh.SSHServer):
-        def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
-            # The library ends a connection with answers to what it has not asked itself.
-            unread = {MSG_REQUEST_FAILURE: lambda *_: None}
-            conn._packet_handlers = {**conn._packet_handlers, **unread}
-            guests.append(conn)
-
-        def begin_auth(self, username: str) -> bool:
-            return False
-
-    async def run(process: asyncssh.SSHServerProcess[bytes]) -> None:
-        try:
-            await process.stdin.read()
-        except asyncssh.TerminalSizeChanged as change:
-            sizes.append((change.width, change.height))
-        process.stdout.write(b"still here")
-
-    async def ask() -> int:
-        acceptor = await asyncssh.create_server(
-            *(Guest, NAME, 0),
-            server_host_keys=[str(world.guest.folder / "host_key")],
-            process_factory=run, encoding=None,
-        )  # fmt: skip
-        line = socket.create_connection((NAME, acceptor.get_port()))
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
-        login = {"username": USER, "client_keys": None, "agent_path": None, "config": None}
-        client = await asyncssh.connect(sock=line, known_hosts=None, **login)
-        process: asyncssh.SSHClientProcess[bytes] = await client.create_process(
-            encoding=None, request_pty="force", term_size=(80, 24)
-        )
-        terminal = Terminal(client, process, None, (80, 24))
-        (guest,) = guests
-        guest.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
-        near: Any = client._transport
-        far: Any = guest._transport
-        far.pause_reading()
-        waiting = 0
-        for _ in range(100):
-            for _ in range(200):
-                guest.send_packet(MSG_GLOBAL_REQUEST, String(b"nothing"), Boolean(True))
-            await asyncio.sleep(0.001)
-            waiting = max(waiting, near.get_write_buffer_size())
-        terminal.resize(100, 30)
-        far.resume_reading()
-        async with asyncio.timeout(60):
-            assert await terminal.read(process.stdout) == b"still here"
-        acceptor.close()
-        for connection in (client, guest):
-            connection.abort()
-            await connection.wait_closed()
-        return waiting
-
-    assert world.on_loop(ask()) < 200_000
-    assert sizes == [(100, 30)]
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, machine_s=300)])
