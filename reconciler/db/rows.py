@@ -238,6 +238,13 @@ def _field(document: sa.ColumnElement[Any], name: str, kind: type) -> sa.Label[A
     return (text if kind is str else sa.cast(text, sa.BigInteger())).label(name)
 
 
+def literal(value: str) -> sa.ColumnElement[str]:
+    """A state in the statement itself, because with a parameter no planner can match a partial
+    index.
+    """
+    return sa.literal_column(f"'{value}'", sa.Text)
+
+
 def new_id() -> str:
     """A new random identifier."""
     return str(uuid.uuid4())

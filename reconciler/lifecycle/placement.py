@@ -9,7 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from reconciler.db import settings
+from reconciler.db import rows, settings
 from reconciler.db.schema import Slot, nodes, slots
 from reconciler.db.schema import settings as settings_table
 from reconciler.model.bundle import REQUIRED
@@ -422,7 +422,7 @@ def _free(query: sa.Select[Any], sliced: bool) -> sa.Select[Any]:
     # Nodes with slices come from the smaller set. The others need a scan of all free slots, which
     # happens only when no sliced node has room.
     query = query.where(
-        slots.c.retired_at.is_(None), slots.c.status == _literal(SlotState.AVAILABLE)
+        slots.c.retired_at.is_(None), slots.c.status == rows.literal(SlotState.AVAILABLE)
     )
     return query.where(slots.c.node_id.in_(_busy())) if sliced else query
 
@@ -432,13 +432,8 @@ def _busy() -> sa.Select[tuple[str]]:
     other = slots.alias("busy")
     return sa.select(other.c.node_id).where(
         other.c.retired_at.is_(None),
-        other.c.status.not_in([_literal(state) for state in IDLE_SLOTS]),
+        other.c.status.not_in([rows.literal(state) for state in IDLE_SLOTS]),
     )
-
-
-def _literal(state: SlotState) -> sa.ColumnElement[str]:
-    # A literal in the statement, because with a parameter no planner can match the partial index.
-    return sa.literal_column(f"'{state.value}'", sa.Text)
 
 
 def _node(slot_rows: list[Row]) -> NodeView:

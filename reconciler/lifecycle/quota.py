@@ -34,11 +34,10 @@ _DEFAULTS = "default_quota"
 # Limits of a site that has set none. They bound the slots that one project can keep off sale with
 # launches that fail. How much a project may hold is for the site to say.
 SHIPPED = {"open_requests": 4, "launches_per_hour": 20, "failures_per_hour": 3}
-# Whether a launch of the project failed in the last hour. A literal, because with a parameter no
-# planner can match the partial index.
+# Whether a launch of the project failed in the last hour.
 _HAS_FAILED = sa.exists().where(
     allocations.c.project_id == projects.c.id,
-    allocations.c.state == sa.literal_column(f"'{AllocationState.FAILED.value}'", sa.Text),
+    allocations.c.state == rows.literal(AllocationState.FAILED),
     allocations.c.created_at > clock.now() - HOUR_S,
 )
 _OPEN = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
@@ -113,8 +112,9 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> list[Allocation]:
     """Problem `quota_exceeded` or `rate_exceeded` when a launch would pass a limit of its project.
 
     Returns what the project holds and what it launched in the last hour; nothing for a project
-    without limits none of whose launches failed in this time. Launches of other projects wait for
-    each other until their transactions end. Call this before a node or a slot is locked.
+    without limits none of whose launches failed in this time. Launches of a project of which
+    something is returned wait for each other until their transactions end. Call this before a node
+    or a slot is locked.
     """
     # In one statement, because a site without limits need not lock the project.
     query = sa.select(projects.c.quota, settings.column(_DEFAULTS), _HAS_FAILED).where(

@@ -246,7 +246,8 @@ def _progress(conn: sa.Connection, case: RecoveryCase) -> Progress:
         absent=None if report is None else report.absent,
         cleaning=any(slot.status == SlotState.CLEANUP for slot in slots),
         stuck=recovery_evidence.stuck(slots),
-        resold=any(
+        resold=case.state == RecoveryState.CONFIRMING
+        and any(
             last_holder(conn, slot.id) != case.allocation_id
             for slot in recovery_evidence.slots_of(conn, case)
         ),

@@ -22,10 +22,7 @@ _ROW = "jobs"
 RETRY_S = 30
 # A worker without a heartbeat for so long is dead, or has lost its jobs.
 SILENT_S = 30.0
-# Literals, because SQLite uses a partial index only if the statement itself shows its condition.
-STATUS: dict[JobStatus, sa.ColumnClause[str]] = {
-    status: sa.literal_column(f"'{status.value}'") for status in JobStatus
-}
+STATUS = {status: rows.literal(status) for status in JobStatus}
 RUNNING = jobs.c.status == STATUS[JobStatus.RUNNING]
 PENDING = jobs.c.status == STATUS[JobStatus.PENDING]
 DUE = sa.and_(PENDING, jobs.c.not_before.is_(None))

@@ -408,6 +408,14 @@ def every(
     return db_rows.every(conn, part(query, ORDER, page), Task)
 
 
+def latest_error(conn: sa.Connection, node_id: str, codes: Collection[str]) -> str:
+    """Which of these errors a task of the node had since its last success; "" for none."""
+    code = tasks.c.error["code"].as_string()
+    ended = sa.select(code).where(tasks.c.node_id == node_id, tasks.c.finished_at.is_not(None))
+    telling = ended.where(sa.or_(tasks.c.state == TaskState.SUCCEEDED, code.in_(codes)))
+    return conn.execute(telling.order_by(tasks.c.finished_at.desc()).limit(1)).scalar() or ""
+
+
 @dataclass(frozen=True)
 class Past:
     """Summary of all tasks of an allocation. Its project can make any number of them.
@@ -419,14 +427,6 @@ class Past:
     begun: bool
     repeated: bool
     finished_at: float
-
-
-def latest_error(conn: sa.Connection, node_id: str, codes: Collection[str]) -> str:
-    """Which of these errors a task of the node had since its last success; "" for none."""
-    code = tasks.c.error["code"].as_string()
-    ended = sa.select(code).where(tasks.c.node_id == node_id, tasks.c.finished_at.is_not(None))
-    telling = ended.where(sa.or_(tasks.c.state == TaskState.SUCCEEDED, code.in_(codes)))
-    return conn.execute(telling.order_by(tasks.c.finished_at.desc()).limit(1)).scalar() or ""
 
 
 def past(conn: sa.Connection, allocation_id: str) -> Past:

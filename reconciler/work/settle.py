@@ -11,6 +11,7 @@ policy requests the work again.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -233,13 +234,12 @@ def _fail(conn: Connection, task: Task, outcome: Outcome, failure: Failure) -> N
         # The launcher lost the run too. Parts of it may still act under the fence of the task.
         claims.fence_off(conn, task.fences)
     act, error = act.because(failure.error["code"]), _task_error(failure)
-    if error["code"] not in host_faults.UNWRITABLE:
+    unwritable = error["code"] in host_faults.UNWRITABLE
+    with locks.node(conn, task.node_id) if unwritable else nullcontext():
         queue.finish(conn, task.id, task.lease_token, state, act, error=error)
-        return
-    with locks.node(conn, task.node_id):
-        queue.finish(conn, task.id, task.lease_token, state, act, error=error)
-        # Each further launch would fail there and block another slot.
-        slot_gate.review(conn, task.node_id, act)
+        if unwritable:
+            # Each further launch would fail there and block another slot.
+            slot_gate.review(conn, task.node_id, act)
 
 
 def _task_error(failure: Failure) -> dict[str, Any]:

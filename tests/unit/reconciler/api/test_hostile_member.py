@@ -349,10 +349,9 @@ def test_a_persons_name_is_not_taken_for_a_token(selling: Stack, *, chosen: bool
         assert ssh_access.authorise(conn, mine, OWN_KEY.rsplit(" ", 1)[0]).owner == "p1"
 
 
-def test_requests_of_a_member_that_take_long_stop_nobody_else(
-    selling: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process has forty threads for requests; a document of cloud-config takes long to read."""
+@pytest.fixture
+def over(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, every document of cloud-config is being read."""
     over = threading.Event()
 
     def slow(_text: str) -> dict[str, Any]:
@@ -360,6 +359,13 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
         return {}
 
     monkeypatch.setattr(cloud_config, "parse", slow)
+    return over
+
+
+def test_requests_of_a_member_that_take_long_stop_nobody_else(
+    selling: Stack, over: threading.Event
+) -> None:
+    """A process has forty threads for requests; a document of cloud-config takes long to read."""
     app = create_app(selling.settings, selling.engine)
     theirs, own = ({"Authorization": f"Bearer {selling.secrets[w]}"} for w in (ATTACKER, VICTIM))
     wish = {**BODY, "ssh_keys": [OWN_KEY], "gpu_count": 9}
@@ -383,16 +389,9 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
 
 
 def test_a_token_that_is_revoked_while_a_request_waits_opens_nothing(
-    selling: Stack, monkeypatch: pytest.MonkeyPatch
+    selling: Stack, over: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has stolen it may have sent a thousand requests, which wait for each other."""
-    over = threading.Event()
-
-    def slow(_text: str) -> dict[str, Any]:
-        assert over.wait(60)
-        return {}
-
-    monkeypatch.setattr(cloud_config, "parse", slow)
     monkeypatch.setattr(security, "PLACES", 1)
     app = create_app(selling.settings, selling.engine)
     theirs = {"Authorization": f"Bearer {selling.secrets[ATTACKER]}"}

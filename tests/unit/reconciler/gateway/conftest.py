@@ -67,6 +67,18 @@ class World:
         """Where the guest looks for it first."""
         return self.key.with_name("bin") / "sudo"
 
+    @property
+    def login(self) -> dict[str, Any]:
+        """Arguments for the tenant's client in Python."""
+        return {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "username": self.allocation,
+            "client_keys": [str(self.key)],
+            "known_hosts": None,
+            "config": None,
+        }
+
     def launch(self, who: str = "member", **body: Any) -> str:
         """Activate another slice with this world's host and guest."""
         public = self.key.with_name(f"{self.key.name}.pub").read_text().strip()

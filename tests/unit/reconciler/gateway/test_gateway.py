@@ -379,10 +379,7 @@ def test_sockets_tunnels_agents_and_x11_are_refused(
     monkeypatch.setattr(sessions.Sessions, "_is_new", lambda *_: True)
 
     async def ask() -> list[bool | None]:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         for opening in (
             client.open_unix_connection("/run/docker.sock"),
             client.create_tun(asyncssh.SSHTunTapSession, 0),
@@ -746,10 +743,7 @@ def test_a_channel_is_authorised_by_itself(world: World) -> None:
     """Its connection may have logged in before the allocation ended, and is not yet cut."""
 
     async def ask() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             code = await asyncio.to_thread(end_allocation, world)
             with pytest.raises(asyncssh.ChannelOpenError, match=code):
                 await client.open_connection("slice", 22)
@@ -894,10 +888,7 @@ def test_a_client_that_reads_nothing_does_not_fill_the_gateway(
     threading.Thread(target=_send, args=(flood, AMOUNT), daemon=True).start()
 
     async def read_nothing() -> tuple[int, int]:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         reader, _ = await client.open_connection("slice", 22, window=1 << 30)
         await reader.readexactly(1)
         client._transport.pause_reading()  # type: ignore[union-attr]
@@ -923,10 +914,7 @@ def test_a_client_that_reads_no_answers_is_cut(world: World) -> None:
     """Each request of a client has an answer, which stays in memory until it is read."""
 
     async def ask() -> str:
-        client = await asyncssh.connect(
-            "127.0.0.1", world.port,
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         (session,) = world.gateway.clients
         assert isinstance(session, Client) and session._connection is not None
         near: Any = client._transport
@@ -1058,10 +1046,7 @@ def test_channels_that_their_client_never_closes_are_bounded(world: World, termi
     """So are the variables that it sends: the gateway keeps none."""
 
     async def fill() -> tuple[int, int]:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         (session,) = world.gateway.clients
         assert isinstance(session, Client)
         opened, variables = 0, {f"name{number}": "x" * 10_000 for number in range(50)}
@@ -1085,10 +1070,7 @@ def test_channels_that_are_being_opened_are_bounded(world: World, mute: Mute) ->
     mute.host()
 
     async def ask() -> list[str]:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         asked = [asyncio.create_task(client.open_connection("slice", 22)) for _ in range(5)]
         async with asyncio.timeout(60):
             while sum(each.done() for each in asked) < 2:
@@ -1117,10 +1099,7 @@ def test_a_machine_that_reads_nothing_holds_no_connection_of_a_closed_channel(
     most, far_ends = world.gateway.limits.channels, []
 
     async def fill() -> int:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         (session,) = world.gateway.clients
         assert isinstance(session, Client)
         opened, part = 0, bytes(32 << 10)
@@ -1152,10 +1131,7 @@ def test_connections_that_were_given_up_are_bounded(world: World, mute: Mute) ->
     mute.host()
 
     async def ask() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             first = asyncio.create_task(client.open_connection("slice", 22))
             while not mute.asked.is_set():
                 await asyncio.sleep(0.02)
@@ -1176,10 +1152,7 @@ def test_a_refused_session_leaves_no_connection_in_the_machine(world: World) -> 
     world.gateway.limits = replace(QUICK, begun=0, begun_per_s=0.001)
 
     async def ask() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             with pytest.raises(asyncssh.ChannelOpenError, match="too_many_connections"):
                 await client.open_connection("slice", 22)
             (session,) = world.gateway.clients
@@ -1210,10 +1183,7 @@ def test_a_machine_that_speaks_before_its_session_is_recorded_fills_no_memory(
     monkeypatch.setattr(Client, "begin", slowly)
 
     async def read() -> tuple[int, int]:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             asked = asyncio.create_task(client.open_connection("slice", 22))
             (session,) = world.gateway.clients
             assert isinstance(session, Client) and session._machine is not None
@@ -1242,10 +1212,7 @@ def test_a_connection_that_both_sides_have_ended_is_closed(world: World, first: 
     _make_whole(world, server.getsockname()[1])
 
     async def end() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             reader, writer = await client.open_connection("slice", 22)
             (session,) = world.gateway.clients
             assert isinstance(session, Client)
@@ -1294,10 +1261,7 @@ def test_a_client_that_vanishes_leaves_its_place(
         terminals.record_terminals(conn, "demo", ACT, enabled=True)
 
     async def vanish() -> None:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         process = await client.create_process("echo in; cat")
         assert await process.stdout.readline() == "in\n"
         client._transport.pause_reading()  # type: ignore[union-attr]
@@ -1318,10 +1282,7 @@ def test_a_host_that_vanishes_is_given_up(
     mute.host()
 
     async def ask() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             asked = asyncio.create_task(client.open_connection("slice", 22))
             while not mute.asked.is_set():
                 await asyncio.sleep(0.02)

@@ -710,10 +710,7 @@ def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
     """The client fills its window, or grants a large one and does not read from its connection."""
 
     async def read_nothing() -> tuple[int, int]:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         window = 64 << 10 if paused == "window" else 1 << 30
         process = await client.create_process("yes", encoding=None, window=window)
         assert await process.stdout.readexactly(2) == b"y\n"
@@ -741,10 +738,7 @@ def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
 
 def test_input_that_the_guest_does_not_read_stays_with_the_client(world: World) -> None:
     async def type_on() -> int:
-        client = await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        client = await asyncssh.connect(**world.login)
         process = await client.create_process("exec sleep 600", encoding=None)
         process.stdin.write(bytes(32 << 20))
         (session,) = world.gateway.clients
@@ -777,10 +771,7 @@ def test_a_channel_that_closes_ends_its_shell(
     monkeypatch.setattr(Machine, "log_in", wait)
 
     async def leave() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             process = await client.create_process("echo in; exec sleep 600")
             if when == "open":
                 assert await process.stdout.readline() == "in\n"
@@ -848,10 +839,7 @@ def test_terminals_of_one_connection_are_counted(world: World) -> None:
     """Its record is one, and that of a jump if it began with one."""
 
     async def work() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             await client.open_connection("slice", 22)
             one, another = [await client.create_process("echo in; cat") for _ in range(2)]
             for process in (one, another):
@@ -871,10 +859,7 @@ def test_channels_that_run_nothing_leave_their_places(world: World) -> None:
     """The gateway has no subsystems. A connection with nothing but closed channels is idle."""
 
     async def connect() -> asyncssh.SSHClientConnection:
-        return await asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        )  # fmt: skip
+        return await asyncssh.connect(**world.login)
 
     async def work() -> str:
         client = await connect()
@@ -909,10 +894,7 @@ def test_shells_that_open_for_closed_channels_are_counted(
     monkeypatch.setattr(Machine, "log_in", wait)
 
     async def work() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             (session,) = world.gateway.clients
             assert isinstance(session, Client)
             for _ in range(2):
@@ -1056,10 +1038,7 @@ def test_terminals_of_one_connection_share_a_recording(world: World) -> None:
         return dict(admin.post(path, json={"reason": "incident 7"}).json())
 
     async def work() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             async with client.create_process("echo first; cat") as first:
                 assert await first.stdout.readline() == "first\n"
                 assert (await client.run("echo second")).stdout == "second\n"
@@ -1196,10 +1175,7 @@ def test_changes_of_size_do_not_fill_the_memory(
         assert closed.value.rcvd.reason == "recording_full"
 
     async def resize() -> bytes:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             process = await client.create_process(encoding=None, request_pty="force")
             while not process.is_closing():
                 process.change_terminal_size(next(sizes), 24)
@@ -1253,10 +1229,7 @@ def test_terminals_live_no_longer_before_the_guest_opens_them(
 @pytest.mark.parametrize("limits", [replace(QUICK, typed_s=0.5)])
 def test_an_idle_terminal_ends_beside_a_jump(world: World) -> None:
     async def both() -> tuple[bytes, bytes]:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             reader, _ = await client.open_connection("slice", 22)
             greeting = await reader.readline()
             async with client.create_process(encoding=None, request_pty="force") as process:
@@ -1275,10 +1248,7 @@ def test_a_host_that_opens_no_connection_is_given_up(world: World, mute: Mute) -
     mute.host()
 
     async def ask() -> None:
-        async with asyncssh.connect(
-            *("127.0.0.1", world.port),
-            username=world.allocation, client_keys=[str(world.key)], known_hosts=None, config=None,
-        ) as client:  # fmt: skip
+        async with asyncssh.connect(**world.login) as client:
             with pytest.raises(asyncssh.ChannelOpenError, match="machine_silent"):
                 await client.open_connection("slice", 22)
             async with asyncio.timeout(20):
