@@ -25,7 +25,7 @@ from reconciler.lifecycle import app_operations, quota
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
 from reconciler.model.states import (
-    ENDED_ALLOCATIONS,
+    LIVE_ALLOCATIONS,
     AllocationState,
     AppStatus,
     MemberRole,
@@ -139,7 +139,7 @@ def machines(conn: sa.Connection, project_id: str, page: Page | None = None) -> 
         .join(app_instances, app_instances.c.id == app_members.c.instance_id, isouter=True)
         .where(
             allocations.c.project_id == project_id,
-            allocations.c.state.not_in(ENDED_ALLOCATIONS),
+            allocations.c.state.in_([rows.literal(state) for state in LIVE_ALLOCATIONS]),
         )
     )
     return rows.every(conn, part(query, MACHINES, page))

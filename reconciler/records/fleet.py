@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from reconciler.db import rows
 from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Node, claims, nodes, slots
-from reconciler.model.states import LIVE_CLAIMS, UNCLEAN_SLOTS, NodeState
+from reconciler.model.states import LIVE_CLAIMS, UNCLEAN_SLOTS, ClaimKind, NodeState
 
 ORDER = Order(nodes, ("name",))
 _PRESENT = slots.c.retired_at.is_(None)
@@ -89,7 +89,11 @@ def _slots(conn: sa.Connection, node_ids: Sequence[str]) -> dict[str, list[dict[
     # The claim of a blocked slot may have ended; its health then names the last allocation.
     last = slots.c.health_detail["allocation_id"].as_string()
     holder = sa.func.coalesce(claims.c.allocation_id, last).label("allocation_id")
-    live = sa.and_(claims.c.slot_id == slots.c.id, claims.c.state.in_(LIVE_CLAIMS))
+    live = sa.and_(
+        claims.c.slot_id == slots.c.id,
+        claims.c.kind == rows.literal(ClaimKind.SLICE),
+        claims.c.state.in_([rows.literal(state) for state in LIVE_CLAIMS]),
+    )
     query = (
         sa.select(*(slots.c[name] for name in names), holder)
         .join_from(slots, claims, live, isouter=True)

@@ -5,13 +5,14 @@ The state changes include those of related entities.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from reconciler.db import rows
-from reconciler.db.rows import Order, Page, Record, part
+from reconciler.db.rows import Key, Order, Page, Record, part
 from reconciler.db.schema import audit_log, history, task_events, tasks
 
 PROGRESS, STATE, AUDIT = "progress", "state", "audit"
@@ -26,33 +27,62 @@ def latest(conn: sa.Connection) -> tuple[int | None, int | None]:
     return state, audit
 
 
-def _light(
-    kind: str, table: sa.Table, node: object, allocation: object, request: object
-) -> sa.Select[Any]:
-    return sa.select(
-        table.c.at,
-        sa.literal(kind, sa.Text).label("type"),
-        table.c.id,
-        sa.type_coerce(node, sa.Text).label("node_id"),
-        sa.type_coerce(allocation, sa.Text).label("allocation_id"),
-        sa.type_coerce(request, sa.Text).label("correlation_id"),
-    )
+@dataclass(frozen=True)
+class _Source:
+    """A table with rows of the timeline. of: the condition for the rows of a node, an allocation or
+    a request, by the names of `of`'s arguments.
+    """
+
+    type: str
+    table: sa.Table
+    of: Mapping[str, Callable[[str], sa.ColumnElement[bool]]]
+    task: bool = False
+
+    def places(self, given: Mapping[str, str], page: Page | None) -> sa.Select[Any]:
+        """Position and type of the source's rows on a page."""
+        at, id = self.table.c.at, self.table.c.id
+        query = sa.select(at, sa.literal(self.type, sa.Text).label("type"), id)
+        if self.task:
+            query = query.join(tasks, tasks.c.id == self.table.c.task_id)
+        query = query.where(*(self.of[name](value) for name, value in given.items()))
+        if page is None:
+            return query
+        if page.after:
+            query = query.where(self._behind(*page.after))
+        # An index has this order, so that the page's length bounds what is read.
+        query = query.order_by(at.desc(), id.desc()).limit(page.limit)
+        return sa.select(query.subquery())
+
+    def _behind(self, at: Key, type: Key, id: Key) -> sa.ColumnElement[bool]:
+        columns = self.table.c
+        if self.type == type:
+            return sa.tuple_(columns.at, columns.id) < sa.tuple_(sa.literal(at), sa.literal(id))
+        return columns.at <= at if self.type < str(type) else columns.at < at
 
 
-_BY_SUBJECT = {
-    kind: sa.case((audit_log.c.subject_kind == kind, audit_log.c.subject_id), else_="")
-    for kind in ("node", "allocation")
-}
-# Only the columns for filters and order. Bodies are read for the rows of a page.
-_ALL = sa.union_all(
-    _light(STATE, history, history.c.node_id, history.c.allocation_id, history.c.correlation_id),
-    _light(
-        PROGRESS, task_events, tasks.c.node_id, tasks.c.allocation_id, tasks.c.correlation_id
-    ).join(tasks, tasks.c.id == task_events.c.task_id),
-    _light(
-        AUDIT, audit_log, _BY_SUBJECT["node"], _BY_SUBJECT["allocation"], audit_log.c.correlation_id
+def _equals(column: sa.ColumnElement[Any]) -> Callable[[str], sa.ColumnElement[bool]]:
+    return lambda value: column == value
+
+
+def _audited(kind: str) -> Callable[[str], sa.ColumnElement[bool]]:
+    subject = audit_log.c.subject_kind == kind
+    return lambda value: sa.and_(subject, audit_log.c.subject_id == value)
+
+
+_NAMES = ("node_id", "allocation_id", "correlation_id")
+_SOURCES = (
+    _Source(STATE, history, {name: _equals(history.c[name]) for name in _NAMES}),
+    _Source(PROGRESS, task_events, {name: _equals(tasks.c[name]) for name in _NAMES}, task=True),
+    _Source(
+        AUDIT,
+        audit_log,
+        {
+            "node_id": _audited("node"),
+            "allocation_id": _audited("allocation"),
+            "correlation_id": _equals(audit_log.c.correlation_id),
+        },
     ),
-).subquery("timeline")
+)
 
 _BODIES: dict[str, tuple[sa.Table, sa.Select[Any]]] = {
     STATE: (history, sa.select(history)),
@@ -65,7 +95,11 @@ _BODIES: dict[str, tuple[sa.Table, sa.Select[Any]]] = {
     AUDIT: (audit_log, sa.select(audit_log)),
 }
 
-ORDER = Order(_ALL, ("at", "type", "id"), descending=True)
+ORDER = Order(
+    sa.select(history.c.at, sa.literal("", sa.Text).label("type"), history.c.id).subquery(),
+    ("at", "type", "id"),
+    descending=True,
+)
 
 
 def of(
@@ -74,24 +108,17 @@ def of(
     node_id: str | None = None,
     allocation_id: str | None = None,
     correlation_id: str | None = None,
-    types: Collection[str] | None = None,
+    types: Collection[str] = (STATE, PROGRESS, AUDIT),
     page: Page | None = None,
 ) -> list[Record]:
-    """Timeline, newest first; each row has `at`, `type`, `id`, and the fields of its type.
-
-    types: some of STATE, PROGRESS and AUDIT; all by default.
-    """
-    page_query = sa.select(_ALL)
-    if types is not None:
-        page_query = page_query.where(_ALL.c.type.in_(types))
-    for name, value in (
-        ("node_id", node_id),
-        ("allocation_id", allocation_id),
-        ("correlation_id", correlation_id),
-    ):
-        if value is not None:
-            page_query = page_query.where(_ALL.c[name] == value)
-    places = rows.every(conn, part(page_query, ORDER, page))
+    """Timeline, newest first; each row has `at`, `type`, `id`, and the fields of its type."""
+    values = zip(_NAMES, (node_id, allocation_id, correlation_id), strict=True)
+    given = {name: value for name, value in values if value is not None}
+    sources = (source.places(given, page) for source in _SOURCES if source.type in types)
+    # Positions first. Bodies are read for the rows of the page only.
+    every = sa.union_all(*sources).subquery()
+    order = Order(every, ORDER.columns, descending=True)
+    places = rows.every(conn, part(sa.select(every), order, page))
     bodies: dict[tuple[str, int], Record] = {}
     for kind, (table, query) in _BODIES.items():
         ids = [row["id"] for row in places if row["type"] == kind]

@@ -17,7 +17,7 @@ that is an int numbers the rows of a log, so that later rows have larger numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum, StrEnum
 from types import NoneType, UnionType
@@ -199,6 +199,11 @@ def _column(name: str, hint: Any) -> Iterator[sa.schema.SchemaItem]:
 def unique(name: str, *columns: str, where: str) -> sa.Index:
     """Unique index over the rows of a condition; both engines have partial indexes."""
     return partial(name, *columns, where=where, unique=True)
+
+
+def in_states(states: Iterable[str]) -> str:
+    """Condition for the rows in some states, as text for a partial index."""
+    return f"state IN ({', '.join(repr(str(state)) for state in states)})"
 
 
 def partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:

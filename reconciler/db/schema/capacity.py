@@ -20,12 +20,14 @@ from reconciler.db.schema.base import (
     StatusRow,
     TaskId,
     Text,
+    in_states,
     partial,
     table,
     unique,
 )
 from reconciler.model.fabric import Isolation
 from reconciler.model.states import (
+    LIVE_ALLOCATIONS,
     LIVE_CLAIMS,
     LIVE_INGRESS,
     AllocationState,
@@ -40,8 +42,8 @@ from reconciler.model.states import (
     SlotState,
 )
 
-LIVE = "state IN ({})".format(", ".join(f"'{state.value}'" for state in LIVE_CLAIMS))
-_LIVE_INGRESS = "state IN ({})".format(", ".join(f"'{state.value}'" for state in LIVE_INGRESS))
+LIVE = in_states(LIVE_CLAIMS)
+_LIVE_INGRESS = in_states(LIVE_INGRESS)
 _LIVE_SLICE = f"kind = 'slice' AND {LIVE}"
 APPROVED = "retired_at IS NULL"
 # Slots that a launch may take, and slots in use: the conditions of two partial indexes, by which
@@ -178,6 +180,7 @@ class Slot(StatusRow, BundleRow):
     ),
     sa.Index("ix_claims_allocation_id", "allocation_id"),
     sa.Index("ix_claims_node_id", "node_id"),
+    partial("ix_claims_deadline_at", "deadline_at", where="deadline_at IS NOT NULL"),
     unique("uq_claims_live_node", "node_id", where=f"kind = 'node_exclusive' AND {LIVE}"),
     unique("uq_claims_live_slot", "slot_id", where=_LIVE_SLICE),
     unique("uq_claims_live_gpu", "node_id", "gpu_pci_address", where=_LIVE_SLICE),
@@ -212,8 +215,10 @@ class Claim(StateRow, BundleRow):
 @table(
     "allocations",
     "allocation",
-    sa.Index("ix_allocations_project_id", "project_id"),
+    sa.Index("ix_allocations_project_id", "project_id", "created_at", "id"),
     sa.Index("ix_allocations_node_id", "node_id"),
+    sa.Index("ix_allocations_created_at", "created_at", "id"),
+    partial("ix_allocations_live", "project_id", where=in_states(LIVE_ALLOCATIONS)),
     partial("ix_allocations_deadline_at", "deadline_at", where="deadline_at IS NOT NULL"),
     partial("ix_allocations_failed", "project_id", "created_at", where="state = 'failed'"),
 )
@@ -333,6 +338,7 @@ class TelemetrySample(Row):
     "ingress_rules",
     "ingress_rule",
     sa.Index("ix_ingress_rules_allocation_id", "allocation_id", "created_at"),
+    partial("ix_ingress_rules_deadline_at", "deadline_at", where="deadline_at IS NOT NULL"),
     unique(
         "uq_ingress_rules_listener",
         "public_address",

@@ -14,6 +14,7 @@ from reconciler.db.schema.base import (
     Row,
     StateRow,
     Text,
+    in_states,
     partial,
     table,
     unique,
@@ -21,7 +22,7 @@ from reconciler.db.schema.base import (
 from reconciler.model.jobs import JobStatus, Mode
 from reconciler.model.pools import LIVE_POOLS, PoolState
 
-_LIVE = f"state IN ({', '.join(repr(state.value) for state in LIVE_POOLS)})"
+_LIVE = in_states(LIVE_POOLS)
 
 
 @table(

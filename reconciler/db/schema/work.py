@@ -28,6 +28,7 @@ from reconciler.model.states import RecoveryState, TaskState
     unique("uq_tasks_running_subject", "subject_kind", "subject_id", where="state = 'running'"),
     unique("uq_tasks_running_exclusive", "node_id", where="state = 'running' AND exclusive"),
     sa.Index("ix_tasks_state", "state", "priority", "created_at"),
+    sa.Index("ix_tasks_created_at", "created_at", "id"),
     sa.Index("ix_tasks_node_id", "node_id", "finished_at"),
     partial("ix_tasks_deadline_at", "deadline_at", where="deadline_at IS NOT NULL"),
     sa.Index("ix_tasks_latest", "kind", "node_id", "created_at"),
@@ -129,7 +130,7 @@ class RecoveryCase(StateRow):
     "state_history",
     "state_change",
     sa.Index("ix_state_history_entity", "entity", "entity_id"),
-    sa.Index("ix_state_history_node_id", "node_id"),
+    sa.Index("ix_state_history_node_id", "node_id", "at", "id"),
     sa.Index("ix_state_history_allocation_id", "allocation_id"),
     sa.Index("ix_state_history_correlation_id", "correlation_id"),
 )
