@@ -71,7 +71,8 @@ Text = Annotated[
 Shown = Annotated[
     Text, BeforeValidator(lambda value: value[:300] if isinstance(value, str) else value)
 ]
-SystemId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,41}$")]
+_SYSTEM_ID = r"^[a-z0-9]{1,41}$"
+SystemId = Annotated[str, StringConstraints(pattern=_SYSTEM_ID)]
 
 
 class Status(IntEnum):
@@ -191,12 +192,18 @@ class Client(Conversation):
         known = all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers)
         return tuple(int(number) for number in numbers) if known else ()
 
-    def machines(self, tag: str) -> list[Machine]:
-        """All machines with a tag."""
-        return self._every(Machine, f"/machines/?tags={quote(tag, safe='')}")
+    def machines(self, tag: str) -> tuple[list[Machine], dict[str, RunError]]:
+        """All machines with a tag, and why others are in no form that can be read, by system id."""
+        machines, unread = list[Machine](), dict[str, RunError]()
+        for document in self._list(f"/machines/?tags={quote(tag, safe='')}"):
+            try:
+                machines.append(self._parsed(Machine, document))
+            except LauncherAway as refusal:
+                unread[_system_id(document) or f"with the tag {tag}"] = refusal
+        return machines, unread
 
     def subnets(self) -> list[Subnet]:
-        return self._every(Subnet, "/subnets/")
+        return [self._parsed(Subnet, document) for document in self._list("/subnets/")]
 
     def machine(self, system_id: str) -> Machine:
         """A machine; RunError `maas_not_found` if MAAS has none with this id."""
@@ -280,11 +287,11 @@ class Client(Conversation):
             )
         return machine
 
-    def _every(self, kind: type[T], path: str) -> list[T]:
+    def _list(self, path: str) -> list[Any]:
         documents = self._get(path)
         if not isinstance(documents, list):
             raise self.silent(f"GET {path}", "an answer that is no list")
-        return [self._parsed(kind, document) for document in documents]
+        return documents
 
     def _parsed(self, kind: type[T], document: Any) -> T:
         return self._parse(kind, document, f"a request for {kind.__name__}")
@@ -334,6 +341,12 @@ class Client(Conversation):
 def had_no_effect(refusal: RunError) -> bool:
     """Whether MAAS certainly did not carry out the request that ended so."""
     return not isinstance(refusal, LauncherAway) and refusal.code != WRONG_MACHINE
+
+
+def _system_id(document: Any) -> str:
+    """System id of a machine in another form, "" without a valid one."""
+    value = document.get("system_id") if isinstance(document, dict) else None
+    return value if isinstance(value, str) and re.fullmatch(_SYSTEM_ID, value) else ""
 
 
 def _form(fields: Mapping[str, str]) -> dict[str, Any]:

@@ -141,13 +141,18 @@ def unbind(conn: Connection, node_id: str, act: Act) -> Node:
 
 def _compare(engine: Engine, settings: Settings, maas: Client, document: Reading) -> Comparison:
     user = maas.user().username
-    machines = {row.system_id: row for tag in PURPOSES.values() for row in maas.machines(tag)}
+    machines, unread = dict[str, Machine](), dict[str, RunError]()
+    for tag in PURPOSES.values():
+        tagged, others = maas.machines(tag)
+        machines |= {row.system_id: row for row in tagged}
+        unread |= others
     networks = [subnet.cidr for subnet in maas.subnets()]
     with reading(engine) as conn:
         living = (node for node in node_records.every(conn) if not is_retired(node))
         nodes = [_expected(conn, node) for node in living]
     bound = {str(row.node.maas["system_id"]) for row in nodes if row.node.maas}
-    unread = _read_untagged(maas, sorted(bound - machines.keys()), machines)
+    untagged = sorted(bound - machines.keys() - unread.keys())
+    unread |= _read_untagged(maas, untagged, machines)
     document.nodes, document.machines = len(nodes), len(machines)
     profiles = profile_skus(settings.profiles_dir)
     return compare(nodes, machines, networks, profiles, user, unread)

@@ -141,16 +141,21 @@ def compare(
 ) -> Comparison:
     """Compare living nodes with the machines that have our tags or are bound to a node.
 
-    unread: why bound machines could not be read, by system id.
+    unread: why machines could not be read, by system id. Nothing is judged of them.
     """
     result = Comparison()
     doubtful = _doubtful(result, machines, networks)
     bound = Counter(str(row.node.maas["system_id"]) for row in nodes if row.node.maas)
     for expected in nodes:
-        if refusal := unread.get(str((expected.node.maas or {}).get("system_id"))):
-            _unread(result, expected.node, refusal)
+        system_id = str((expected.node.maas or {}).get("system_id"))
+        if refusal := unread.get(system_id):
+            # Its tags, as they were read last, stay.
+            _unread(result, f"node {expected.node.id}", system_id, refusal)
         elif expected.node.maas:
             _bound(result, expected, machines, doubtful, bound, user)
+    for system_id in sorted(unread.keys() - bound.keys()):
+        subject = f"machine {system_id}"
+        _unread(result, subject, "in MAAS's form", unread[system_id])
     free = [machine for key, machine in machines.items() if key not in bound]
     unbound = [row for row in nodes if not row.node.maas]
     for machine in free:
@@ -242,12 +247,9 @@ def _marks(machine: Machine) -> Iterator[str]:
     yield from (f"MAC address {mac}" for mac in identity["macs"])
 
 
-def _unread(result: Comparison, node: Node, refusal: Refusal) -> None:
-    """Nothing is known of it: its tags, as they were read last, stay."""
-    result.note(
-        *("not_read", f"node {node.id}", f"machine {(node.maas or {})['system_id']}"),
-        *(f"{refusal.code}: {refusal.found}", refusal.remedy),
-    )
+def _unread(result: Comparison, subject: str, machine: str, refusal: Refusal) -> None:
+    text = f"{refusal.code}: {refusal.found}"
+    result.note("not_read", subject, f"machine {machine}", text, refusal.remedy)
 
 
 def _bound(

@@ -55,7 +55,7 @@ class Faults:
     state. body: answer to each GET. list_s: seconds until a list of machines is answered.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
     deployment fails. erases: MAAS is set to erase disks at each release. missing: tags that nobody
-    has made. events: those from before, oldest first.
+    has made. events: those from before, oldest first. wrong: fields in another form, by machine.
     """
 
     token: str = TOKEN
@@ -79,6 +79,7 @@ class Faults:
     missing: list[str] = field(default_factory=list)
     erases: bool = False
     list_s: float = 0.0
+    wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Maas(ThreadingHTTPServer):
@@ -128,7 +129,7 @@ class Maas(ThreadingHTTPServer):
                     machine["status_message"] = "Installation failed: no disk was found"
                     end = 11
                 self.move(machine, self.faults.failing.get(str(machine["status"]), end))
-        return machine
+        return {**machine, **self.faults.wrong.get(key, {})}
 
 
 class Handler(BaseHTTPRequestHandler):

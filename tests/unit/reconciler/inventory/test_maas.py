@@ -399,6 +399,52 @@ def test_a_machine_without_tags_that_maas_cannot_show_is_named_and_stops_no_othe
         assert (nodes.get(conn, "m2").maas or {})["system_id"] == "def456"
 
 
+UNREADABLE: list[dict[str, Any]] = [
+    {"locked": "perhaps"},
+    {"tag_names": [BAREMETAL, 7]},
+    {"hostname": "x" * 400},
+    {"hardware_info": None},
+]
+
+
+@pytest.mark.parametrize("wrong", UNREADABLE)
+def test_a_tagged_machine_in_another_form_is_named_and_stops_no_other(
+    maas: Maas, wrong: dict[str, Any]
+) -> None:
+    add(maas)
+    maas.begin(machine(), machine(**OTHER))
+    maas.compare()
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+        known = nodes.get(conn, "m2").maas or {}
+        nodes.update(conn, "m2", maas={**known, "locked": True})
+    strange = machine(**{**OTHER, "locked": True})
+    maas.begin(machine(), strange, wrong={"def456": wrong})
+    result = maas.compare()
+    assert codes(result) == ["not_read"]
+    row = by_code(result, "not_read")
+    assert (row.subject, row.expected) == ("node m2", "machine def456")
+    assert f"another form: {next(iter(wrong))}" in row.found
+    assert maas.asked() == ["set_workload_annotations", "lock"]
+    with reading(maas.engine) as conn:
+        bound = nodes.get(conn, "m2").maas or {}
+    assert (bound["system_id"], bound["locked"]) == ("def456", True)
+
+
+def test_a_machine_in_another_form_is_named_without_a_node_and_without_an_id(maas: Maas) -> None:
+    maas.begin(
+        *(machine(), machine(**OTHER), machine("third3", tag_names=[SLICE])),
+        wrong={"def456": {"status": None}, "third3": {"system_id": "../x"}},
+    )
+    result = maas.compare()
+    assert codes(result) == ["not_read", "not_read"]
+    subjects = {row.subject for row in result.findings if row.action != "upload"}
+    assert subjects == {"machine def456", "machine with the tag gpuaas-profile-slice-vm"}
+    # The machine of a node may be the one without an id. It is asked for by its id.
+    maas.begin(machine(), wrong={"abc123": {"system_id": None}})
+    assert codes(maas.compare()) == ["not_read", "not_read"]
+
+
 def test_a_maas_that_shows_no_machine_ends_the_pass(maas: Maas) -> None:
     """The third silence means MAAS itself, of which nothing may be concluded."""
     keys = ["def4", "def5", "def6"]
