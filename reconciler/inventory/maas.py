@@ -38,6 +38,8 @@ from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 
 API = "/MAAS/api/2.0"
+# Beginnings of paths whose answers are lists.
+LISTS = (_TAGGED := "/machines/?tags=", _SUBNETS := "/subnets/")
 # Code of a request that MAAS has refused for lack of rights, without effect.
 FORBIDDEN = "maas_forbidden"
 # Code of an answer about another machine, which says nothing about the effect of the request.
@@ -195,7 +197,7 @@ class Client(Conversation):
     def machines(self, tag: str) -> tuple[list[Machine], dict[str, RunError]]:
         """All machines with a tag, and why others are in no form that can be read, by system id."""
         machines, unread = list[Machine](), dict[str, RunError]()
-        for document in self._list(f"/machines/?tags={quote(tag, safe='')}"):
+        for document in self._list(f"{_TAGGED}{quote(tag, safe='')}"):
             try:
                 machines.append(self._parsed(Machine, document))
             except LauncherAway as refusal:
@@ -203,7 +205,7 @@ class Client(Conversation):
         return machines, unread
 
     def subnets(self) -> list[Subnet]:
-        return [self._parsed(Subnet, document) for document in self._list("/subnets/")]
+        return [self._parsed(Subnet, document) for document in self._list(_SUBNETS)]
 
     def machine(self, system_id: str) -> Machine:
         """A machine; RunError `maas_not_found` if MAAS has none with this id."""

@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from reconciler.db.schema import Node, slots
 from reconciler.inventory.expected import is_retired
 from reconciler.inventory.maas import (
     FORBIDDEN,
+    LISTS,
     Client,
     MaasAccess,
     Machine,
@@ -74,7 +75,8 @@ class Pass(Client):
     Each change requires the leader's term, so a process that no longer leads stops writing.
     """
 
-    # MAAS takes up to half a second for each machine of a list, and sends nothing meanwhile.
+    # MAAS takes up to half a second for each machine of a list, and sends nothing meanwhile. Any
+    # other request has the time of a task's, so that a machine that hangs leaves time for others.
     DEADLINE_S, REQUEST_S = 240.0, 120.0
 
     def __init__(self, access: MaasAccess, engine: Engine) -> None:
@@ -84,7 +86,8 @@ class Pass(Client):
     def _request(self, method: str, path: str, **arguments: Any) -> tuple[bytes, int]:
         if method != "GET":
             leader.require_of(self._engine)
-        return super()._request(method, path, **arguments)
+        with nullcontext() if path.startswith(LISTS) else self.within(Client.REQUEST_S):
+            return super()._request(method, path, **arguments)
 
 
 def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> int:
