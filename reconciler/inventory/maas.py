@@ -234,8 +234,9 @@ class Client(Conversation):
     def unlock(self, system_id: str, *, comment: str) -> Machine:
         return self._operate(system_id, "unlock", {"comment": comment})
 
-    def has_lock(self, system_id: str, *, comment: str) -> bool:
-        """Whether the machine's last request to lock or unlock it was `lock` with this comment.
+    def has_lock(self, system_id: str, *, comment: str) -> bool | None:
+        """Whether the machine's last request to lock or unlock it was `lock` with this comment;
+        None if its newest events have no such request.
 
         MAAS records a request in the transaction that carries it out.
         """
@@ -247,12 +248,14 @@ class Client(Conversation):
                 raise
             return False
         rows = document.get("events") if isinstance(document, dict) else None
-        for row in rows if isinstance(rows, list) else ():
+        if not isinstance(rows, list):
+            return False
+        for row in rows:
             # The newest comes first.
             if isinstance(row, dict) and row.get("type") in (_LOCKING, _UNLOCKING):
                 text = str(row.get("description"))
                 return row["type"] == _LOCKING and text.endswith(f" - {comment}")
-        return False
+        return None
 
     def annotate(self, system_id: str, values: Mapping[str, str]) -> None:
         """Set workload annotations. MAAS refuses them for a locked machine."""

@@ -41,6 +41,7 @@ from reconciler.inventory.machines import (
     NewNode,
     binding,
     compare,
+    is_ours,
     lock_comment,
     tags_of,
 )
@@ -318,15 +319,10 @@ def _write(
     if locked and remembered.get("locked") == ASKED:
         # Asked at once, because MAAS shows the newest events only.
         keep(locked=maas.has_lock(system_id, comment=reason) or UNSURE)
-    unsure = locked and remembered.get("locked") == UNSURE and not expected.locked
-    if unsure and not maas.has_lock(system_id, comment=reason):
+    superfluous = locked and remembered.get("locked") and not expected.locked
+    if superfluous and not is_ours(remembered["locked"], maas.has_lock(system_id, comment=reason)):
         result.note("lock_unsure", f"node {node.id}", *UNSURE_LOCK)
-    elif (
-        locked
-        and remembered.get("locked")
-        and not expected.locked
-        and retrying(engine, partial(_unlocking, node=node, system_id=system_id))
-    ):
+    elif superfluous and retrying(engine, partial(_unlocking, node=node, system_id=system_id)):
         remembered["locked"] = UNSURE
         with _named(result, node.id), _undone(lambda: keep(locked=True)):
             maas.unlock(system_id, comment=comment)

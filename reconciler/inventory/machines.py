@@ -33,12 +33,12 @@ _IDENTITY = ("serial", "hardware_uuid")
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 # Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
-# Values of the record's `locked` after a lock without an answer, and after an unlock without one or
-# with a lock that MAAS does not show to be ours: it may be a person's.
+# Values of the record's `locked`, beside True and False, after a lock without an answer, and after
+# an unlock without one or with a lock that MAAS does not show to be ours: it may be a person's.
 ASKED, UNSURE = "asked", "unsure"
 UNSURE_LOCK = (
     "an unlocked machine",
-    "a lock, after a request without an answer: it may be a person's",
+    "a lock that MAAS's events do not show to be ours: it may be a person's",
     "unlock the machine in MAAS, unless a person means the lock",
 )
 _SYNC = "`gpuaas maas sync` does it"
@@ -88,6 +88,15 @@ class Comparison(Findings):
 def lock_comment(node_id: str) -> str:
     """Reason that our locks have in MAAS, where they are known by it."""
     return f"gpuaas.slice, node {node_id}: its release would destroy tenants' data"
+
+
+def is_ours(recorded: object, shown: bool | None) -> bool:
+    """Whether a lock is ours. recorded: the record's `locked`. shown: `Client.has_lock`.
+
+    A lock that MAAS has confirmed is ours until a later request shows: a person may have taken it
+    off and set another. Its own event goes with time.
+    """
+    return bool(shown) or (shown is None and recorded is True)
 
 
 def tags_of(machine: Machine) -> list[str]:

@@ -566,6 +566,26 @@ def test_an_unlock_that_never_reached_maas_is_asked_for_again(maas: Maas) -> Non
     assert maas.compare().done["machines unlocked"] == 1
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_persons_lock_in_the_place_of_ours_stays(maas: Maas, shown: bool) -> None:
+    """shown: whether MAAS shows its events."""
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    assert maas.compare().done == {"machines locked": 1}
+    events = maas.manager.record()["events"]
+    row = {"node": "abc123", "description": "(ann) - audit"}
+    theirs = [{**row, "type": f"User {verb}ing node"} for verb in ("unlock", "lock")]
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    faults: dict[str, Any] = {} if shown else {"status": {"query": 403}}
+    maas.begin(machine(locked=True), events=[*events, *theirs], **faults)
+    assert codes(maas.compare()) == ["lock_unsure"]
+    assert maas.asked() == []
+    maas.begin(machine(locked=True), events=events)
+    assert maas.compare().done["machines unlocked"] == 1
+
+
 def test_a_tag_shows_blocked_slots_of_a_locked_machine(maas: Maas) -> None:
     fleet = maas.machines.site
     fleet.node("n1")
