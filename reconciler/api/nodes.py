@@ -415,6 +415,7 @@ def issue(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResp
 
     def work(conn: Connection, act: Act) -> IssuedEnrolment:
         node = nodes.get(conn, node_id)
+        nodes.require_living(node)
         record, secret = tokens.issue_enrolment(conn, node_id, act)
         script = enrolment.site_userdata(context.settings, node_id, secret, user=node.ssh_user)
         return IssuedEnrolment.of(record, token=secret, userdata=script)
@@ -450,6 +451,7 @@ def fetch(node_id: Id, body: Ticket, request: Request) -> PlainTextResponse:
     def work(conn: Connection) -> str:
         tokens.redeem_ticket(conn, node_id, body.ticket, address=address)
         node = nodes.get(conn, node_id)
+        nodes.require_living(node)
         _, secret = tokens.issue_enrolment(conn, node_id, act)
         return enrolment.site_userdata(configuration, node_id, secret, user=node.ssh_user)
 

@@ -59,9 +59,9 @@ _NODES = """
     field_not_changeable firmware_plan_changed machine_clean machine_not_clean maintenance_under_way
     disk_not_proven maas_machine_unknown mgmt_attachment_unsupported no_drift
     no_firmware_difference node_busy node_exists node_in_service node_in_slice_mode node_in_use
-    node_is_baremetal node_not_enrolled node_not_slice node_reachable node_unhealthy
-    node_unreachable project_exists public_url_missing reboot_unconfirmed reinstall_required
-    runtime_unproven scheduling_not_ready serial_twice
+    node_is_baremetal node_not_enrolled node_not_slice node_reachable node_retired
+    node_unhealthy node_unreachable project_exists public_url_missing reboot_unconfirmed
+    reinstall_required runtime_unproven scheduling_not_ready serial_twice
 """
 _SLOTS = """
     bundle_incomplete discovery_missing discovery_stale disk_in_use disk_is_partition disk_present

@@ -38,6 +38,8 @@ from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 
 API = "/MAAS/api/2.0"
+# Beginnings of paths whose answers are lists.
+LISTS = (_TAGGED := "/machines/?tags=", _SUBNETS := "/subnets/")
 # Code of a request that MAAS has refused for lack of rights, without effect.
 FORBIDDEN = "maas_forbidden"
 # Code of an answer about another machine, which says nothing about the effect of the request.
@@ -71,7 +73,8 @@ Text = Annotated[
 Shown = Annotated[
     Text, BeforeValidator(lambda value: value[:300] if isinstance(value, str) else value)
 ]
-SystemId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,41}$")]
+_SYSTEM_ID = r"^[a-z0-9]{1,41}$"
+SystemId = Annotated[str, StringConstraints(pattern=_SYSTEM_ID)]
 
 
 class Status(IntEnum):
@@ -191,12 +194,18 @@ class Client(Conversation):
         known = all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers)
         return tuple(int(number) for number in numbers) if known else ()
 
-    def machines(self, tag: str) -> list[Machine]:
-        """All machines with a tag."""
-        return self._every(Machine, f"/machines/?tags={quote(tag, safe='')}")
+    def machines(self, tag: str) -> tuple[list[Machine], dict[str, RunError]]:
+        """All machines with a tag, and why others are in no form that can be read, by system id."""
+        machines, unread = list[Machine](), dict[str, RunError]()
+        for document in self._list(f"{_TAGGED}{quote(tag, safe='')}"):
+            try:
+                machines.append(self._parsed(Machine, document))
+            except LauncherAway as refusal:
+                unread[_system_id(document) or f"with the tag {tag}"] = refusal
+        return machines, unread
 
     def subnets(self) -> list[Subnet]:
-        return self._every(Subnet, "/subnets/")
+        return [self._parsed(Subnet, document) for document in self._list(_SUBNETS)]
 
     def machine(self, system_id: str) -> Machine:
         """A machine; RunError `maas_not_found` if MAAS has none with this id."""
@@ -225,8 +234,9 @@ class Client(Conversation):
     def unlock(self, system_id: str, *, comment: str) -> Machine:
         return self._operate(system_id, "unlock", {"comment": comment})
 
-    def has_lock(self, system_id: str, *, comment: str) -> bool:
-        """Whether the machine's last request to lock or unlock it was `lock` with this comment.
+    def has_lock(self, system_id: str, *, comment: str) -> bool | None:
+        """Whether the machine's last request to lock or unlock it was `lock` with this comment;
+        None if its newest events have no such request.
 
         MAAS records a request in the transaction that carries it out.
         """
@@ -238,12 +248,14 @@ class Client(Conversation):
                 raise
             return False
         rows = document.get("events") if isinstance(document, dict) else None
-        for row in rows if isinstance(rows, list) else ():
+        if not isinstance(rows, list):
+            return False
+        for row in rows:
             # The newest comes first.
             if isinstance(row, dict) and row.get("type") in (_LOCKING, _UNLOCKING):
                 text = str(row.get("description"))
                 return row["type"] == _LOCKING and text.endswith(f" - {comment}")
-        return False
+        return None
 
     def annotate(self, system_id: str, values: Mapping[str, str]) -> None:
         """Set workload annotations. MAAS refuses them for a locked machine."""
@@ -280,11 +292,11 @@ class Client(Conversation):
             )
         return machine
 
-    def _every(self, kind: type[T], path: str) -> list[T]:
+    def _list(self, path: str) -> list[Any]:
         documents = self._get(path)
         if not isinstance(documents, list):
             raise self.silent(f"GET {path}", "an answer that is no list")
-        return [self._parsed(kind, document) for document in documents]
+        return documents
 
     def _parsed(self, kind: type[T], document: Any) -> T:
         return self._parse(kind, document, f"a request for {kind.__name__}")
@@ -334,6 +346,12 @@ class Client(Conversation):
 def had_no_effect(refusal: RunError) -> bool:
     """Whether MAAS certainly did not carry out the request that ended so."""
     return not isinstance(refusal, LauncherAway) and refusal.code != WRONG_MACHINE
+
+
+def _system_id(document: Any) -> str:
+    """System id of a machine in another form, "" without a valid one."""
+    value = document.get("system_id") if isinstance(document, dict) else None
+    return value if isinstance(value, str) and re.fullmatch(_SYSTEM_ID, value) else ""
 
 
 def _form(fields: Mapping[str, str]) -> dict[str, Any]:

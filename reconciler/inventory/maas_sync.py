@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from reconciler.db.schema import Node, slots
 from reconciler.inventory.expected import is_retired
 from reconciler.inventory.maas import (
     FORBIDDEN,
+    LISTS,
     Client,
     MaasAccess,
     Machine,
@@ -40,6 +41,7 @@ from reconciler.inventory.machines import (
     NewNode,
     binding,
     compare,
+    is_ours,
     lock_comment,
     tags_of,
 )
@@ -74,7 +76,8 @@ class Pass(Client):
     Each change requires the leader's term, so a process that no longer leads stops writing.
     """
 
-    # MAAS takes up to half a second for each machine of a list, and sends nothing meanwhile.
+    # MAAS takes up to half a second for each machine of a list, and sends nothing meanwhile. Any
+    # other request has the time of a task's, so that a machine that hangs leaves time for others.
     DEADLINE_S, REQUEST_S = 240.0, 120.0
 
     def __init__(self, access: MaasAccess, engine: Engine) -> None:
@@ -84,7 +87,8 @@ class Pass(Client):
     def _request(self, method: str, path: str, **arguments: Any) -> tuple[bytes, int]:
         if method != "GET":
             leader.require_of(self._engine)
-        return super()._request(method, path, **arguments)
+        with nullcontext() if path.startswith(LISTS) else self.within(Client.REQUEST_S):
+            return super()._request(method, path, **arguments)
 
 
 def ask(conn: Connection, settings: Settings, act: Act, *, apply: bool) -> int:
@@ -141,13 +145,18 @@ def unbind(conn: Connection, node_id: str, act: Act) -> Node:
 
 def _compare(engine: Engine, settings: Settings, maas: Client, document: Reading) -> Comparison:
     user = maas.user().username
-    machines = {row.system_id: row for tag in PURPOSES.values() for row in maas.machines(tag)}
+    machines, unread = dict[str, Machine](), dict[str, RunError]()
+    for tag in PURPOSES.values():
+        tagged, others = maas.machines(tag)
+        machines |= {row.system_id: row for row in tagged}
+        unread |= others
     networks = [subnet.cidr for subnet in maas.subnets()]
     with reading(engine) as conn:
         living = (node for node in node_records.every(conn) if not is_retired(node))
         nodes = [_expected(conn, node) for node in living]
     bound = {str(row.node.maas["system_id"]) for row in nodes if row.node.maas}
-    unread = _read_untagged(maas, sorted(bound - machines.keys()), machines)
+    untagged = sorted(bound - machines.keys() - unread.keys())
+    unread |= _read_untagged(maas, untagged, machines)
     document.nodes, document.machines = len(nodes), len(machines)
     profiles = profile_skus(settings.profiles_dir)
     return compare(nodes, machines, networks, profiles, user, unread)
@@ -310,15 +319,10 @@ def _write(
     if locked and remembered.get("locked") == ASKED:
         # Asked at once, because MAAS shows the newest events only.
         keep(locked=maas.has_lock(system_id, comment=reason) or UNSURE)
-    unsure = locked and remembered.get("locked") == UNSURE and not expected.locked
-    if unsure and not maas.has_lock(system_id, comment=reason):
+    superfluous = locked and remembered.get("locked") and not expected.locked
+    if superfluous and not is_ours(remembered["locked"], maas.has_lock(system_id, comment=reason)):
         result.note("lock_unsure", f"node {node.id}", *UNSURE_LOCK)
-    elif (
-        locked
-        and remembered.get("locked")
-        and not expected.locked
-        and retrying(engine, partial(_unlocking, node=node, system_id=system_id))
-    ):
+    elif superfluous and retrying(engine, partial(_unlocking, node=node, system_id=system_id)):
         remembered["locked"] = UNSURE
         with _named(result, node.id), _undone(lambda: keep(locked=True)):
             maas.unlock(system_id, comment=comment)

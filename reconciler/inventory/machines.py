@@ -33,12 +33,12 @@ _IDENTITY = ("serial", "hardware_uuid")
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 # Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
-# Values of the record's `locked` after a lock without an answer, and after an unlock without one or
-# with a lock that MAAS does not show to be ours: it may be a person's.
+# Values of the record's `locked`, beside True and False, after a lock without an answer, and after
+# an unlock without one or with a lock that MAAS does not show to be ours: it may be a person's.
 ASKED, UNSURE = "asked", "unsure"
 UNSURE_LOCK = (
     "an unlocked machine",
-    "a lock, after a request without an answer: it may be a person's",
+    "a lock that MAAS's events do not show to be ours: it may be a person's",
     "unlock the machine in MAAS, unless a person means the lock",
 )
 _SYNC = "`gpuaas maas sync` does it"
@@ -88,6 +88,15 @@ class Comparison(Findings):
 def lock_comment(node_id: str) -> str:
     """Reason that our locks have in MAAS, where they are known by it."""
     return f"gpuaas.slice, node {node_id}: its release would destroy tenants' data"
+
+
+def is_ours(recorded: object, shown: bool | None) -> bool:
+    """Whether a lock is ours. recorded: the record's `locked`. shown: `Client.has_lock`.
+
+    A lock that MAAS has confirmed is ours until a later request shows: a person may have taken it
+    off and set another. Its own event goes with time.
+    """
+    return bool(shown) or (shown is None and recorded is True)
 
 
 def tags_of(machine: Machine) -> list[str]:
@@ -141,16 +150,21 @@ def compare(
 ) -> Comparison:
     """Compare living nodes with the machines that have our tags or are bound to a node.
 
-    unread: why bound machines could not be read, by system id.
+    unread: why machines could not be read, by system id. Nothing is judged of them.
     """
     result = Comparison()
     doubtful = _doubtful(result, machines, networks)
     bound = Counter(str(row.node.maas["system_id"]) for row in nodes if row.node.maas)
     for expected in nodes:
-        if refusal := unread.get(str((expected.node.maas or {}).get("system_id"))):
-            _unread(result, expected.node, refusal)
+        system_id = str((expected.node.maas or {}).get("system_id"))
+        if refusal := unread.get(system_id):
+            # Its tags, as they were read last, stay.
+            _unread(result, f"node {expected.node.id}", system_id, refusal)
         elif expected.node.maas:
             _bound(result, expected, machines, doubtful, bound, user)
+    for system_id in sorted(unread.keys() - bound.keys()):
+        subject = f"machine {system_id}"
+        _unread(result, subject, "in MAAS's form", unread[system_id])
     free = [machine for key, machine in machines.items() if key not in bound]
     unbound = [row for row in nodes if not row.node.maas]
     for machine in free:
@@ -242,12 +256,9 @@ def _marks(machine: Machine) -> Iterator[str]:
     yield from (f"MAC address {mac}" for mac in identity["macs"])
 
 
-def _unread(result: Comparison, node: Node, refusal: Refusal) -> None:
-    """Nothing is known of it: its tags, as they were read last, stay."""
-    result.note(
-        *("not_read", f"node {node.id}", f"machine {(node.maas or {})['system_id']}"),
-        *(f"{refusal.code}: {refusal.found}", refusal.remedy),
-    )
+def _unread(result: Comparison, subject: str, machine: str, refusal: Refusal) -> None:
+    text = f"{refusal.code}: {refusal.found}"
+    result.note("not_read", subject, f"machine {machine}", text, refusal.remedy)
 
 
 def _bound(

@@ -57,6 +57,7 @@ def enrolled(
     certified.
     """
     before = rows.get(conn, Node, id, lock=True)
+    node_records.require_living(before)
     _require_not_after_tenant(conn, before, machine_id)
     if before.tenant_machine_ids:
         _installed_anew(conn, before, act, machine_id=machine_id, host_key=host_key)

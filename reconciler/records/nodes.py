@@ -178,6 +178,17 @@ def note_fault(
         set_health(conn, node, HealthState.HEALTHY, {}, act.because(well))
 
 
+def require_living(node: Node) -> None:
+    """Problem `node_retired` for a node that is gone for good."""
+    if node.state == NodeState.RETIRED:
+        raise Problem(
+            "node_retired",
+            expected="a node that is not retired, for the enrolment of its host",
+            found=f"node {node.id} is {node.state}: it never comes back",
+            remedy="add the machine under another id (`gpuaas nodes add`), and enrol that",
+        )
+
+
 def require_enrolled(conn: sa.Connection, id: str) -> Node:
     """The node; Problem `node_not_enrolled` if its host never enrolled, as no run can reach it, and
     for a retired node.

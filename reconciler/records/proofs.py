@@ -21,6 +21,8 @@ from reconciler.model.states import ProofKind, SlotState
 # Key of the GPU's evidence in the document of a slot's proof.
 GPU = "gpu"
 ORDER = Order(proofs, ("created_at", "id"), descending=True)
+# The id decides between proofs of the same millisecond.
+_LATEST = (proofs.c.created_at.desc(), proofs.c.id.desc())
 
 
 def record(
@@ -152,7 +154,7 @@ def _add(
         query = sa.select(nodes.c.install_id).where(nodes.c.id == node_id)
         values["install_id"] = str(conn.execute(query).scalar_one())
     fixed = {
-        "id": rows.new_id(),
+        "id": rows.ordered_id(),
         "kind": kind.value,
         "node_id": node_id,
         "disk_identity": identity,
@@ -181,7 +183,7 @@ def manifest(conn: sa.Connection, node_id: str, identity: str) -> str:
         proofs.c.node_id == node_id,
         proofs.c.kind == ProofKind.TRANSITION,
     )
-    proof = rows.first(conn, query.order_by(proofs.c.created_at.desc()), Proof)
+    proof = rows.first(conn, query.order_by(*_LATEST), Proof)
     return str(proof.document.get("manifest") or "") if proof else ""
 
 
@@ -205,7 +207,7 @@ def current(conn: sa.Connection, slot: Slot) -> Proof | None:
         proofs.c.disk_generation == slot.disk_generation,
         proofs.c.node_id == slot.node_id,
     )
-    return rows.first(conn, query.order_by(proofs.c.created_at.desc()), Proof)
+    return rows.first(conn, query.order_by(*_LATEST), Proof)
 
 
 def of_slot(conn: sa.Connection, slot_id: str, page: Page | None = None) -> list[Proof]:
@@ -242,7 +244,7 @@ def launch_failures(conn: sa.Connection, slot: Slot) -> Failures:
     query = sa.select(proofs).where(
         of_disk, proofs.c.kind == ProofKind.UNTOUCHED, proofs.c.created_at > since
     )
-    untouched = rows.every(conn, query.order_by(proofs.c.created_at), Proof)
+    untouched = rows.every(conn, query.order_by(proofs.c.created_at, proofs.c.id), Proof)
     failed = [proof for proof in untouched if proof.document.get(_FAILURE_CODE)]
     if failed:
         let_in = journal.audit_rows(conn, action=SLOT_ENABLED, subject_id=slot.id)

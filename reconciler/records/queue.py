@@ -34,6 +34,8 @@ SETTLE_S = 180
 # Seconds for a run and its worker to end in order after the task's deadline. With a lower value, a
 # run that is just ending counts as lost.
 GRACE_S = 300
+# Least seconds by which a deadline is extended, so that not every look at the run changes it.
+_EXTEND_S = 30
 DEADLINE_PASSED = "deadline_passed"
 ORDER = Order(tasks, ("created_at", "id"), descending=True)
 OPEN = (*DUE, TaskState.RUNNING)
@@ -167,6 +169,29 @@ def started(
         new = clock.now() + deadline_s + SETTLE_S
         values["deadline_at"] = sa.case((tasks.c.run_id == run_id, tasks.c.deadline_at), else_=new)
     return _held(conn, task_id, token, values)
+
+
+def begins_later(conn: sa.Connection, task_id: str, token: str, *, deadline_s: int) -> None:
+    """Count the time of the task's run from now on, because its job waits in AWX's queue.
+
+    Nothing changes once the end of the task was requested.
+    """
+    new = clock.now() + deadline_s + SETTLE_S
+    update = (
+        sa.update(tasks)
+        .where(
+            tasks.c.id == task_id,
+            tasks.c.state == TaskState.RUNNING,
+            tasks.c.lease_token == token,
+            tasks.c.cancel_requested.is_(False),
+            tasks.c.deadline_at < new - _EXTEND_S,
+        )
+        .values(deadline_at=new)
+        .returning(tasks)
+    )
+    row = conn.execute(update).mappings().first()
+    if row is not None:
+        extend_deadlines(conn, Task(**row))
 
 
 def progress(
@@ -567,8 +592,8 @@ def extend_deadlines(conn: sa.Connection, task: Task) -> None:
 
     Eight disks are wiped in sequence, and some controllers take hours for each. A limit by state
     alone would block a slot whose run is healthy. Deadlines of waiting tasks are not extended,
-    because such tasks could wait for ever. The task's deadline is set once for each run, so a
-    second call for the same run changes nothing.
+    because such tasks could wait for ever. A second call for the same deadline of the task changes
+    nothing.
     """
     if task.state != TaskState.RUNNING:
         return

@@ -22,6 +22,8 @@ from reconciler.runs.spec import RunError
 
 # The problem of a run whose folder was deleted while it was alive.
 FOLDER_GONE = "run_folder_gone"
+# Longer than the pause between two requests to a silent AWX.
+_QUEUED_S = 60.0
 
 
 class Phase(StrEnum):
@@ -126,6 +128,17 @@ def progress(run_dir: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
     complete = text[: text.rfind(b"\n") + 1]
     lines = [_line(text) for text in complete.splitlines()]
     return [line for line in lines if line], since + len(complete)
+
+
+def queued_limit_s(run_dir: Path) -> int | None:
+    """Time limit in seconds of a run whose job waits in AWX's queue now; None for any other."""
+    paths = RunPaths(run_dir)
+    try:
+        age_s = time.time() - paths.queued.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    manifest = read_json(paths.manifest) if age_s < _QUEUED_S else None
+    return int(manifest["deadline_s"]) if manifest else None
 
 
 def output(run_dir: Path, limit: int = 20_000) -> str:

@@ -34,6 +34,8 @@ class RunPaths:
         self.process = root / "process.json"
         self.progress = root / "progress.jsonl"
         self.outcome = root / "outcome.json"
+        # Its age shows when AWX last said that the job waits in AWX's queue.
+        self.queued = root / "queued"
         # Its presence asks the process to stop.
         self.cancel = root / "cancel"
         # Messages of the process itself; empty unless it fails.

@@ -6,7 +6,8 @@ import json
 import re
 import ssl
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -223,6 +224,16 @@ class Conversation:
         """Begin the time of the requests that follow."""
         self._deadline.ends = time.monotonic() + self.DEADLINE_S
         self._received = 0
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """End the requests inside after so many seconds, if the deadline is later."""
+        ends = self._deadline.ends
+        self._deadline.ends = min(ends, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._deadline.ends = ends
 
     @property
     def left_s(self) -> float:

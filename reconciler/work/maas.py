@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from ipaddress import ip_address
 from typing import Any, Literal
 
@@ -29,11 +28,11 @@ from reconciler.inventory.maas import (
 )
 from reconciler.inventory.maas_sync import MAAS_SCRIPTS, shipped_digest
 from reconciler.inventory.machines import (
-    ASKED,
     OTHER_SERIAL,
     UNSURE,
     UNSURE_LOCK,
     differing,
+    is_ours,
     lock_comment,
     other_address,
     other_serial,
@@ -126,7 +125,11 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
             # The answer of an unlock was lost. A lock from now on is a person's.
             with transaction(engine) as conn:
                 _remember(conn, task, locked=False)
-        ours = partial(maas.has_lock, system_id, comment=lock_comment(node.id))
+
+        def ours() -> bool:
+            shown = maas.has_lock(system_id, comment=lock_comment(node.id))
+            return is_ours((node.maas or {}).get("locked"), shown)
+
         verb, text = _decide(TaskKind(task.kind), node, machine, user, progress, now, ours)
         progress = replace(progress, task=text, began_at=progress.began_at or now)
         if verb == "done":
@@ -160,7 +163,7 @@ def _decide(
 ) -> tuple[Verb, str]:
     """The next request, and the progress to show; RunError if a person must decide.
 
-    has_our_lock: whether MAAS shows that the last lock is ours.
+    has_our_lock: whether the machine's lock is ours.
     """
     status, shows = machine.status, f"{machine.system_id}: {machine.status_name}"
     _require_machine(node, machine)
@@ -192,7 +195,7 @@ def _decide(
     if (verb == progress.phase or unlocking) and now - progress.asked_at < REPEAT_S:
         return "wait", f"{shows}; the effect of {progress.phase} is not known yet"
     remembered = (node.maas or {}).get("locked")
-    if machine.locked and remembered in (ASKED, UNSURE) and not has_our_lock():
+    if machine.locked and remembered and not has_our_lock():
         raise _refused("locked", node, f"{shows}, {UNSURE_LOCK[1]}", UNSURE_LOCK[2])
     if machine.locked and not remembered:
         raise _refused("locked", node, f"{shows}, locked by a person", "unlock it in MAAS")

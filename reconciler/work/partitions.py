@@ -6,8 +6,8 @@ members reach the subnet manager and not each other.
 
 The requests are made outside of transactions. One task at a time works on a node, so nothing else
 changes the functions of its slots meanwhile. A worker that was paused may have lost its task, and
-another tenant may have the slots. So a launch and a release read their claims again after the first
-answer: the time for the requests that follow has begun before it.
+another tenant may have the slots. So the lease is renewed and the claims are read again after the
+first answer: the time for the requests that follow has begun before it, and ends before the lease.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reconciler.model.fabric import Isolation
 from reconciler.model.states import LIVE_CLAIMS, ClaimState
 from reconciler.model.storable import storable_text
 from reconciler.records import allocations as allocation_records
-from reconciler.records import segments
+from reconciler.records import queue, segments
 from reconciler.settings import Settings
 from reconciler.work.handler import Work, canceled, open_work
 from reconciler.work.ufm import DEFAULT, FULL, LIMITED, Client, Partition, ufm_access
@@ -72,7 +72,8 @@ def join(engine: Engine, settings: Settings, task: Task) -> None:
         _refuse_full_default(before, tenant.guids)
         strangers = before.get(tenant.key, _EMPTY).members.keys() - tenant.guids
         # Read after the partitions: another machine of the project may have joined meanwhile.
-        with reading(engine) as conn:
+        with transaction(engine) as conn:
+            _renew_lease(conn, settings, task)
             _require_claims(_identities(conn, task), task)
             strangers -= _mates(conn, tenant.project)
             ours = set(conn.execute(sa.select(slots.c.fabric_identity)).scalars())
@@ -108,7 +109,8 @@ def leave(engine: Engine, settings: Settings, task: Task) -> None:
         return
     with Client(ufm_access(settings)) as ufm:
         before = ufm.partitions()
-        with reading(engine) as conn:
+        with transaction(engine) as conn:
+            _renew_lease(conn, settings, task)
             guids &= frozenset(_identities(conn, task).values())
         if not guids:
             return
@@ -133,7 +135,7 @@ def look(engine: Engine, settings: Settings, task: Task) -> None:
         if not shared and work.node.fabric_reading is None:
             return
     if shared:
-        outcome, removed = _compare(settings, work.profile, expected)
+        outcome, removed = _compare(engine, settings, task, expected)
     if removed:
         _audit(engine, task, "removed", removed, "none")
     with transaction(engine) as conn:
@@ -145,6 +147,11 @@ def look(engine: Engine, settings: Settings, task: Task) -> None:
                 gate.review(conn, node.id, act)
             if outcome and node.fabric_reading and outcome != node.fabric_reading:
                 gate.open_gate(conn, node.id, act)
+
+
+def _renew_lease(conn: Connection, settings: Settings, task: Task) -> None:
+    """Problem `stale_lease` if another worker may have the task, and later tasks the node."""
+    queue.heartbeat(conn, task.id, task.lease_token, seconds=settings.task_lease_s)
 
 
 def _tenant(work: Work) -> Tenant:
@@ -218,7 +225,7 @@ def _expected(work: Work) -> dict[str, Expected]:
 
 
 def _compare(
-    settings: Settings, profile: Mapping[str, Any], expected: Mapping[str, Expected]
+    engine: Engine, settings: Settings, task: Task, expected: Mapping[str, Expected]
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """The reading of a node, and the GUIDs that were removed."""
     problems: dict[str, str] = {}
@@ -227,9 +234,13 @@ def _compare(
     try:
         with Client(ufm_access(settings)) as ufm:
             partitions = ufm.partitions()
+            with transaction(engine) as conn:
+                _renew_lease(conn, settings, task)
+                work = open_work(conn, settings, task)
+                expected = _expected(work)
             judged = {slot_id: row for slot_id, row in expected.items() if row}
             idle = frozenset(guid for guid, key in judged.values() if guid and key is None)
-            numbers = fabric.numbers(profile)
+            numbers = fabric.numbers(work.profile)
             removed = _leave(ufm, partitions, idle, numbers)
             if removed:
                 _read_back(ufm, removed, None, among=numbers)
@@ -240,6 +251,8 @@ def _compare(
             if wrong:
                 problems[slot_id] = storable_text("; ".join(wrong))[:500]
     except Refusal as refusal:
+        if refusal.code == "stale_lease":
+            raise
         error = storable_text(str(refusal))[:500]
     return {"error": error, "slots": sorted(expected), "problems": problems}, removed
 

@@ -382,10 +382,13 @@ def _beat(conn: Connection, settings: Settings, task: Task) -> Task:
 
 def _report(engine: Engine, settings: Settings, task: Task, directory: Path, since: int) -> int:
     lines, since = collect.progress(directory, since)
+    queued_s = collect.queued_limit_s(directory)
 
     def report(conn: Connection) -> Task:
         if lines:
             queue.progress(conn, task.id, task.lease_token, *lines, offset=since)
+        if queued_s is not None:
+            queue.begins_later(conn, task.id, task.lease_token, deadline_s=queued_s)
         return _beat(conn, settings, task)
 
     if retrying(engine, report).cancel_requested:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ INVENTORY = 3
 # Of the execution environment.
 IMAGE = "registry.example/gpuaas-slice-ee:0.1.0"
 Query = dict[str, str]
+STARTED = "2026-11-21T10:00:00Z"
 ACTIVE = ("pending", "waiting", "running")
 # Explanations of AWX's reaper, which gives up jobs without knowing their end.
 REAPED_AT_START = (
@@ -74,13 +76,13 @@ class Faults:
     the job's work in receptor, "" for a job that never got there. lost: the explanation with which
     the reaper gives up a job that goes on; a job that is really run is given up after `steps`
     events. deaf: the dispatcher acknowledges no cancel request, so the job counts as canceled and
-    goes on. ends_on_cancel: the job ends just before a cancel request. queued: jobs
-    wait for capacity. privileged: the user of the token is superuser, and
-    reads the settings. hidden: jobs that the user may not see. jinja: the setting for Jinja in
-    variables. project: changed fields of the project. changed: fields of single templates by name.
-    play: a playbook that is really run instead. empty: nothing was imported, and objects can be
-    made (`awx_objects`). pace_s: jobs go on by the clock, a state or an event each so many seconds,
-    whether or not somebody looks.
+    goes on. ends_on_cancel: the job ends just before a cancel request. queued: jobs wait for
+    capacity. queue_s: seconds from a job's creation to its start. privileged: the user of the token
+    is superuser, and reads the settings. hidden: jobs that the user may not see. jinja: the setting
+    for Jinja in variables. project: changed fields of the project. changed: fields of single
+    templates by name. play: a playbook that is really run instead. empty: nothing was imported, and
+    objects can be made (`awx_objects`). pace_s: jobs go on by the clock, a state or an event each
+    so many seconds, whether or not somebody looks.
     """
 
     token: str = "token-1"
@@ -110,6 +112,7 @@ class Faults:
     deaf: bool = False
     ends_on_cancel: bool = False
     queued: bool = False
+    queue_s: int = 0
     privileged: bool = False
     hidden: list[int] = field(default_factory=list)
     jinja: str = "template"
@@ -148,6 +151,8 @@ class Awx:
             if key in asked and template[f"ask_{asked[key]}_on_launch"]
         }
         job = _job(len(self.jobs) + 1, template, taken, "pending")
+        created = datetime.fromisoformat(STARTED) - timedelta(seconds=self.faults.queue_s)
+        job["created"] = created.isoformat()
         self.jobs.append(job)
         self.events[job["id"]] = list(self.faults.events)
         if self.faults.play or self.faults.pace_s:
@@ -165,7 +170,7 @@ class Awx:
         if job["status"] not in ACTIVE:
             return
         unit = self.faults.unit
-        job.update(status="running", started="2026-11-21T10:00:00Z", work_unit_id=unit)
+        job.update(status="running", started=STARTED, work_unit_id=unit)
         if job["id"] in self.canceled:
             self.end(job, "canceled")
         elif looks > self.faults.steps and self.faults.lost:
@@ -276,7 +281,7 @@ def _play(awx: Awx, job: dict[str, Any], variables: dict[str, Any]) -> None:
         (env / "extravars").write_text(text)
         inventory = Path(folder) / "hosts.json"
         inventory.write_text(json.dumps({"all": {"hosts": {job["limit"]: {}}}}))
-        job.update(status="running", started="2026-11-21T10:00:00Z", work_unit_id="qLL2JFNT")
+        job.update(status="running", started=STARTED, work_unit_id="qLL2JFNT")
         programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         runner = ansible_runner.run(
             private_data_dir=folder,
@@ -309,7 +314,7 @@ def _live(awx: Awx, job: dict[str, Any], _variables: object) -> None:
         if job["id"] in awx.canceled:
             return awx.end(job, "canceled")
         job["status"] = status
-    job.update(started="2026-11-21T10:00:00Z", work_unit_id=awx.faults.unit)
+    job.update(started=STARTED, work_unit_id=awx.faults.unit)
     for counter, (name, data, text) in enumerate(script, 1):
         time.sleep(pace_s)
         if job["id"] in awx.canceled:

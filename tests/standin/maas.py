@@ -15,7 +15,9 @@ import base64
 import copy
 import json
 import re
+import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -55,7 +57,8 @@ class Faults:
     state. body: answer to each GET. list_s: seconds until a list of machines is answered.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
     deployment fails. erases: MAAS is set to erase disks at each release. missing: tags that nobody
-    has made. events: those from before, oldest first.
+    has made. events: those from before, oldest first. wrong: fields in another form, by machine.
+    trickle_s: seconds in which an answer comes byte by byte, by operation and machine.
     """
 
     token: str = TOKEN
@@ -79,6 +82,8 @@ class Faults:
     missing: list[str] = field(default_factory=list)
     erases: bool = False
     list_s: float = 0.0
+    wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trickle_s: dict[str, float] = field(default_factory=dict)
 
 
 class Maas(ThreadingHTTPServer):
@@ -128,7 +133,7 @@ class Maas(ThreadingHTTPServer):
                     machine["status_message"] = "Installation failed: no disk was found"
                     end = 11
                 self.move(machine, self.faults.failing.get(str(machine["status"]), end))
-        return machine
+        return {**machine, **self.faults.wrong.get(key, {})}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -180,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
                 maas.faults.lost.remove(verb)
             if verb in maas.faults.other and status == 200:
                 answer = maas.machines[maas.faults.other[verb]]
-            self._send(504 if lost else status, answer)
+            self._send(504 if lost else status, answer, maas.faults.trickle_s.get(label, 0.0))
 
     do_POST = do_PUT = do_GET
 
@@ -297,13 +302,19 @@ class Handler(BaseHTTPRequestHandler):
         scripts[key or fields["name"]] = fields["script"]
         return 200, {"name": key or fields["name"]}
 
-    def _send(self, status: int, answer: Any) -> None:
+    def _send(self, status: int, answer: Any, trickle_s: float = 0.0) -> None:
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        ends = time.monotonic() + trickle_s
+        with suppress(ConnectionError, ssl.SSLError):
+            while len(content) > 1 and time.monotonic() < ends:
+                self.wfile.write(content[:1])
+                content = content[1:]
+                time.sleep(0.05)
+            self.wfile.write(content)
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from reconciler.runs.scrub import scrub
 from reconciler.runs.spec import RunError
 
 _OVER = frozenset({"successful", "failed", "error", "canceled"})
+_QUEUED = frozenset({"new", "pending", "waiting"})
 _LONGEST_REASON = 500
 # Events of a page. AWX keeps 700,000 bytes of a host's answer in each, and this process holds the
 # whole page, in which a host may have put objects of two bytes.
@@ -58,7 +59,8 @@ class Pace:
     whose job has not appeared by then was never carried out. AWX gives up a request after 120 s,
     so a lower value could start a job twice. gap: wait for a missing event. saving: wait for
     events after the end of the job. again: between two cancel requests. forsaken: after its
-    deadline, a run that cannot be observed counts as lost.
+    deadline, a run that cannot be observed counts as lost. queue: time in AWX's queue that is no
+    time of the run.
     """
 
     every: float = 2.0
@@ -68,6 +70,7 @@ class Pace:
     saving: float = 60.0
     again: float = 10.0
     forsaken: float = 86_400.0
+    queue: float = 14_400.0
 
 
 class _Following(Client):
@@ -129,7 +132,8 @@ class Job:
         # The only host that the job may act on.
         self._node_id = manifest["node_id"]
         # Wall clock, after which no job is launched and a job is cancelled.
-        self._deadline: float = record.requested_at + manifest["deadline_s"]
+        self._limit_s: float = manifest["deadline_s"]
+        self._deadline: float = record.requested_at + self._limit_s
         self._stop_requested = stop_requested
         self._pace = pace
         self._pause = pace.every
@@ -284,6 +288,7 @@ class Job:
         """Read the job and its new events; the verdict once the job is over."""
         job = self._get_job()
         record = self._record
+        self._extend_deadline(job)
         if job["limit"] != self._node_id and not record.problem:
             limit = scrub(job["limit"])[:100]
             record.problem = f"{_DIFFERS}: its limit is {limit!r} and not {self._node_id}"
@@ -306,6 +311,17 @@ class Job:
             return None
         feed.take([], last=True)
         return self._verdict(job, feed)
+
+    def _extend_deadline(self, job: dict[str, Any]) -> None:
+        """Leave out the time in AWX's queue, which says nothing about the host."""
+        if job.get("status") in _QUEUED:
+            queued_s = time.time() - self._record.requested_at
+            if queued_s < self._pace.queue:
+                self._paths.queued.touch(mode=0o600)
+        else:
+            queued_s = _queued_s(job)
+        deadline = self._record.requested_at + min(queued_s, self._pace.queue) + self._limit_s
+        self._deadline = max(self._deadline, deadline)
 
     def _get_job(self) -> dict[str, Any]:
         """Our job. Any other answer is silence, because it would look like a job for another host,
@@ -389,6 +405,15 @@ class Job:
         if reason and not verdict["result"]:
             verdict["problem"] = ": ".join(filter(None, (verdict.get("problem"), reason)))
         return verdict | {"started_at": str(job.get("started") or datetime.now(UTC).isoformat())}
+
+
+def _queued_s(job: dict[str, Any]) -> float:
+    """Time that a started job was in AWX's queue, by AWX's clock; 0.0 if it cannot be read."""
+    try:
+        created, started = (datetime.fromisoformat(job[name]) for name in ("created", "started"))
+        return max(0.0, (started - created).total_seconds())
+    except (KeyError, TypeError, ValueError):
+        return 0.0
 
 
 def _end_is_known(job: dict[str, Any], feed: Feed) -> bool:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from reconciler.db import clock
 from reconciler.db.engine import transaction
-from reconciler.db.schema import enrolment_tokens, node_certificates
+from reconciler.db.schema import enrolment_tokens, node_certificates, nodes
 from reconciler.records import tokens
 from reconciler.settings import Settings, refused
 from reconciler.trust import ca, enrolment, keygen
@@ -320,6 +320,28 @@ def test_a_token_survives_a_certificate_that_could_not_be_made(
         patched.setattr(enrolment, "answer", refuse)
         assert new.client().post(PATH, json=sent).json()["code"] == "keygen_failed"
     assert new.client().post(PATH, json=sent).status_code == 200
+
+
+@pytest.mark.parametrize("enrolled", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_retired_node_enrols_no_more(new: Stack, *, enrolled: bool, known: bool) -> None:
+    """known: with the identity that it enrolled with before."""
+    admin = new.client("admin")
+    if enrolled:
+        assert new.client().post(PATH, json=body(new)).status_code == 200
+    sent = body(new) if known else body(new) | {"machine_id": "e" * 32}
+    with transaction(new.engine) as conn:
+        conn.execute(sa.update(nodes).values(state="retired"))
+    answer = new.client().post(PATH, json=sent)
+    assert (answer.status_code, answer.json()["code"]) == (409, "node_retired")
+    node = admin.get(f"admin/nodes/{NODE}").json()
+    assert (node["state"], len(node["certificates"])) == ("retired", int(enrolled))
+    answer = admin.post(f"admin/nodes/{NODE}/enrollment-token")
+    assert (answer.status_code, answer.json()["code"]) == (409, "node_retired")
+    with transaction(new.engine) as conn:
+        ticket = tokens.issue_ticket(conn, NODE, "abc123", ["testclient"], ACT)
+    answer = new.client().post(f"nodes/{NODE}/userdata", json={"ticket": ticket})
+    assert (answer.status_code, answer.json()["code"]) == (409, "node_retired")
 
 
 @pytest.mark.covers("ECO-3")

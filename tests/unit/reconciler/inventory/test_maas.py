@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -280,7 +281,7 @@ def test_the_loop_waits_without_a_change(maas: Maas) -> None:
     with transaction(maas.engine) as conn:
         maas.machines.active(conn)
     maas_sync.tend(maas.engine, maas.settings)
-    assert maas.asked()[-1] == "lock"
+    assert "lock" in maas.asked()
     maas.begin(body="<html>")
     with transaction(maas.engine) as conn:
         maas_sync.ask(conn, maas.settings, ADMIN, apply=False)
@@ -324,7 +325,7 @@ def test_a_lock_does_not_pass_to_the_machine_that_a_node_is_bound_to_meanwhile(
     other = {"system_id": "def456", "locked": False}
     maas.meanwhile(monkeypatch, lambda conn: nodes.update(conn, "m1", maas=other))
     assert maas.compare().complete
-    assert maas.asked()[-1] == "lock"
+    assert "lock" in maas.asked()
     assert maas.node().maas == other
 
 
@@ -399,6 +400,52 @@ def test_a_machine_without_tags_that_maas_cannot_show_is_named_and_stops_no_othe
         assert (nodes.get(conn, "m2").maas or {})["system_id"] == "def456"
 
 
+UNREADABLE: list[dict[str, Any]] = [
+    {"locked": "perhaps"},
+    {"tag_names": [BAREMETAL, 7]},
+    {"hostname": "x" * 400},
+    {"hardware_info": None},
+]
+
+
+@pytest.mark.parametrize("wrong", UNREADABLE)
+def test_a_tagged_machine_in_another_form_is_named_and_stops_no_other(
+    maas: Maas, wrong: dict[str, Any]
+) -> None:
+    add(maas)
+    maas.begin(machine(), machine(**OTHER))
+    maas.compare()
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+        known = nodes.get(conn, "m2").maas or {}
+        nodes.update(conn, "m2", maas={**known, "locked": True})
+    strange = machine(**{**OTHER, "locked": True})
+    maas.begin(machine(), strange, wrong={"def456": wrong})
+    result = maas.compare()
+    assert codes(result) == ["not_read"]
+    row = by_code(result, "not_read")
+    assert (row.subject, row.expected) == ("node m2", "machine def456")
+    assert f"another form: {next(iter(wrong))}" in row.found
+    assert maas.asked() == ["set_workload_annotations", "lock"]
+    with reading(maas.engine) as conn:
+        bound = nodes.get(conn, "m2").maas or {}
+    assert (bound["system_id"], bound["locked"]) == ("def456", True)
+
+
+def test_a_machine_in_another_form_is_named_without_a_node_and_without_an_id(maas: Maas) -> None:
+    maas.begin(
+        *(machine(), machine(**OTHER), machine("third3", tag_names=[SLICE])),
+        wrong={"def456": {"status": None}, "third3": {"system_id": "../x"}},
+    )
+    result = maas.compare()
+    assert codes(result) == ["not_read", "not_read"]
+    subjects = {row.subject for row in result.findings if row.action != "upload"}
+    assert subjects == {"machine def456", "machine with the tag gpuaas-profile-slice-vm"}
+    # The machine of a node may be the one without an id. It is asked for by its id.
+    maas.begin(machine(), wrong={"abc123": {"system_id": None}})
+    assert codes(maas.compare()) == ["not_read", "not_read"]
+
+
 def test_a_maas_that_shows_no_machine_ends_the_pass(maas: Maas) -> None:
     """The third silence means MAAS itself, of which nothing may be concluded."""
     keys = ["def4", "def5", "def6"]
@@ -417,6 +464,27 @@ def test_a_list_takes_longer_than_a_request_of_a_task(
     monkeypatch.setattr(client.Client, "REQUEST_S", 0.2)
     maas.begin(list_s=0.4)
     assert maas.compare().complete
+
+
+@pytest.mark.parametrize("request_name", ["GET def456", "set_workload_annotations def456"])
+def test_a_machine_that_hangs_takes_the_time_of_no_other(
+    maas: Maas, monkeypatch: pytest.MonkeyPatch, request_name: str
+) -> None:
+    add(maas)
+    maas.begin(machine(), machine(**OTHER))
+    maas.compare()
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    monkeypatch.setattr(client.Client, "REQUEST_S", 0.5)
+    tags = [] if request_name.startswith("GET") else [BAREMETAL]
+    # Each byte comes in time.
+    maas.begin(machine(**{**OTHER, "tag_names": tags}), machine(), trickle_s={request_name: 4.0})
+    began = time.monotonic()
+    result = maas.compare()
+    assert time.monotonic() - began < 3.0
+    silence = by_code(result, "not_read").found if not tags else str(result.error)
+    assert "maas_silent" in silence
+    assert "lock" in maas.asked()
 
 
 @pytest.mark.parametrize("faults", [{"lost": ["lock"]}, {"other": {"lock": "other9"}}])
@@ -494,6 +562,26 @@ def test_an_unlock_that_never_reached_maas_is_asked_for_again(maas: Maas) -> Non
     theirs = [{**row, "type": f"User {verb}ing node"} for verb in ("unlock", "lock")]
     maas.begin(machine(locked=True), events=[*events, *theirs])
     assert codes(maas.compare()) == ["lock_unsure"]
+    maas.begin(machine(locked=True), events=events)
+    assert maas.compare().done["machines unlocked"] == 1
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_persons_lock_in_the_place_of_ours_stays(maas: Maas, shown: bool) -> None:
+    """shown: whether MAAS shows its events."""
+    with transaction(maas.engine) as conn:
+        key = maas.machines.active(conn)
+    assert maas.compare().done == {"machines locked": 1}
+    events = maas.manager.record()["events"]
+    row = {"node": "abc123", "description": "(ann) - audit"}
+    theirs = [{**row, "type": f"User {verb}ing node"} for verb in ("unlock", "lock")]
+    with transaction(maas.engine) as conn:
+        launching.release(conn, key, ADMIN)
+        assert maas.machines.released(conn, key)
+    faults: dict[str, Any] = {} if shown else {"status": {"query": 403}}
+    maas.begin(machine(locked=True), events=[*events, *theirs], **faults)
+    assert codes(maas.compare()) == ["lock_unsure"]
+    assert maas.asked() == []
     maas.begin(machine(locked=True), events=events)
     assert maas.compare().done["machines unlocked"] == 1
 

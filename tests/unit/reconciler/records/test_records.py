@@ -13,7 +13,7 @@ from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.idempotency import Answer, Call, once
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.records import images, nodes, projects, tokens
+from reconciler.records import images, nodes, projects, proofs, tokens
 from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import Site, code
 
@@ -156,3 +156,22 @@ def test_retrying(engine: sa.Engine) -> None:
     assert code(retrying, engine, work, attempts=2) == "generation_conflict"
     with reading(engine) as conn:
         assert clock.iso(clock.read(conn)) is not None
+
+
+def test_of_proofs_of_one_millisecond_the_last_is_the_newest(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database's clock has whole milliseconds with SQLite."""
+    add = proofs.rows.add
+
+    def at_once(conn: sa.Connection, kind: Any, values: dict[str, Any]) -> Any:
+        return add(conn, kind, {**values, "created_at": 1000.0})
+
+    monkeypatch.setattr(proofs.rows, "add", at_once)
+    proof = {"disk": "eui.1", "method": "discard", "verified": True}
+    with transaction(site.engine) as conn:
+        nodes.create(conn, site.act, id="n1")
+        for number in range(12):
+            manifest = f"/var/lib/{number}.json"
+            proofs.record_transition(conn, "n1", proof, site.act, manifest=manifest)
+            assert proofs.manifest(conn, "n1", "eui.1") == manifest

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from reconciler.runs import collect, launch, lock
 from reconciler.runs import process as run
 from reconciler.runs.awx import job, request
 from reconciler.runs.awx.job import Pace
+from reconciler.runs.paths import RunPaths, write_json
 from reconciler.settings import Settings
 from reconciler.work import worker
 from tests.standin.awx import REAPED_AT_START, REAPED_BY_PEER
@@ -158,6 +162,58 @@ def test_an_awx_that_is_away_is_waited_for(shop: Shop, process: Controller) -> N
     with transaction(shop.site.engine) as conn:
         queue.resume(conn, "n1")
     assert shop.attend().state == "succeeded"
+
+
+def test_a_job_in_the_queue_of_awx_keeps_its_task_and_its_claims(
+    shop: Shop, process: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.begin(hosts=["n1"], queued=True)
+    engine, passes = shop.site.engine, list[float]()
+    threads = list[threading.Thread]()
+
+    def spawn(paths: RunPaths, descriptor: int) -> None:
+        held = os.dup(descriptor)
+        write_json(paths.process, {})
+
+        def follow() -> None:
+            with contextlib.closing(os.fdopen(held)):
+                run._carry_out(paths, lambda: False)
+
+        threads.append(threading.Thread(target=follow))
+        threads[0].start()
+
+    class Passes(threading.Event):
+        """Lets most of the deadline pass once the job is in the queue, then cancels the task."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            with transaction(engine) as conn:
+                task = queue.get(conn, leased.id)
+                left_s = (task.deadline_at or 0.0) - clock.read(conn)
+                held = allocations.get(conn, shop.allocation).deadline_at or 0.0
+            assert held > (task.deadline_at or 0.0)
+            if not collect.queued_limit_s(Path(task.run_directory)):
+                return super().wait(timeout)
+            passes.append(left_s)
+            table = tables.tasks
+            with transaction(engine) as conn:
+                if len(passes) == 1:
+                    conn.execute(sa.update(table).values(deadline_at=clock.now() + 60))
+                elif len(passes) == 2:
+                    queue.expire(conn, task.id, task.deadline_at or 0.0, ADMIN, {"code": "x"})
+            return super().wait(timeout)
+
+    with transaction(engine) as conn:
+        (leased,) = leasing.lease(conn, "worker")
+    monkeypatch.setattr(launch, "_spawn", spawn)
+    monkeypatch.setattr(job, "Pace", partial(Pace, every=0.01, saving=0.2))
+    worker.attend(engine, shop.settings, leased, Passes())
+    threads[0].join(30)
+    assert passes[1] > passes[0] - 20
+    # Nothing is added after the task was given up.
+    assert passes[2] <= queue.GRACE_S
+    with transaction(engine) as conn:
+        task = queue.get(conn, leased.id)
+    assert (task.state, shop.states()[1]) == ("canceled", ["available", "available"])
 
 
 def test_what_awx_refuses_frees_the_slot(shop: Shop, process: Controller) -> None:

@@ -807,6 +807,18 @@ def test_a_lock_without_an_answer_is_taken_off_only_if_maas_shows_that_it_is_our
     assert ("unlock" in maas.asked()) == ours
 
 
+def test_a_persons_lock_in_the_place_of_ours_is_not_taken_off(maas: Maas) -> None:
+    maas.tenancy()
+    maas.locked()
+    ours = {"type": "User locking node", "description": f"(gpuaas) - {lock_comment('m1')}"}
+    row = {"description": "(ann) - audit"}
+    rows = [ours, *({**row, "type": f"User {verb}ing node"} for verb in ("unlock", "lock"))]
+    maas.begin(machine(locked=True), events=[{**row, "node": "abc123"} for row in rows])
+    task = maas.play()
+    assert (task.error["code"], maas.asked()) == ("maas_locked", [])
+    assert "may be a person's" in task.error["found"]
+
+
 def test_a_lock_that_comes_before_the_next_read_may_be_a_persons(maas: Maas) -> None:
     maas.tenancy()
     maas.locked()

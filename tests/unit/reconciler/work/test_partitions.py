@@ -13,9 +13,10 @@ import yaml
 
 from reconciler.db import journal
 from reconciler.db.engine import transaction
-from reconciler.db.schema import Task, slots
+from reconciler.db.schema import Task, slots, tasks
 from reconciler.lifecycle import gate
 from reconciler.lifecycle import launch as launching
+from reconciler.model.errors import Problem
 from reconciler.model.states import TaskKind
 from reconciler.model.storable import unstorable
 from reconciler.records import allocations, nodes, projects, queue
@@ -372,6 +373,62 @@ def test_a_worker_that_was_paused_changes_no_partition_of_the_next_tenant(
     attend()
     assert manager.record()["partitions"] == {"0x7fff": {}, "0x11": {BARE[0]: "full"}}
     assert [detail["partition"] for _, detail in audited(sold)] == ["0x10"] * (kind == "release")
+
+
+def test_a_comparison_that_was_paused_takes_no_function_out_of_the_next_tenants_partition(
+    sold: Site,
+    runs: Runs,
+    attend: Callable[[], Task],
+    manager: Manager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = ufm.Client.partitions
+
+    def paused(client: ufm.Client) -> dict[int, ufm.Partition]:
+        monkeypatch.setattr(ufm.Client, "partitions", reads)
+        launch(sold, runs)
+        manager.begin(partitions={"0x10": {BARE[0]: "full"}})
+        return reads(client)
+
+    monkeypatch.setattr(ufm.Client, "partitions", paused)
+    runs.ends(evidence={"holdings": nothing(), "identity": sold.document(0)["identity"]})
+    enqueue(sold, TaskKind.SLICE_DRIFT_RECONCILE)
+    attend()
+    assert manager.record()["partitions"] == {"0x7fff": {}, "0x10": {BARE[0]: "full"}}
+
+
+@pytest.mark.parametrize("kind", ["launch", "release", "drift"])
+def test_a_worker_that_lost_its_lease_meanwhile_changes_no_partition(
+    sold: Site,
+    runs: Runs,
+    attend: Callable[[], Task],
+    manager: Manager,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """The slot is the next tenant's after any other task, of which none begins under a lease."""
+    if kind == "release":
+        key = launch(sold, runs)
+        attend()
+        with transaction(sold.engine) as conn:
+            launching.release(conn, key, ADMIN)
+        runs.alive = False
+    elif kind == "launch":
+        launch(sold, runs)
+    else:
+        enqueue(sold, TaskKind.SLICE_DRIFT_RECONCILE)
+    reads = ufm.Client.partitions
+
+    def paused(client: ufm.Client) -> dict[int, ufm.Partition]:
+        with transaction(sold.engine) as conn:
+            conn.execute(sa.update(tasks).values(lease_token="another's"))
+        manager.begin(partitions={"0x11": {BARE[0]: "full"}})
+        return reads(client)
+
+    monkeypatch.setattr(ufm.Client, "partitions", paused)
+    with pytest.raises(Problem, match="stale_lease"):
+        attend()
+    assert manager.record()["partitions"] == {"0x7fff": {}, "0x11": {BARE[0]: "full"}}
 
 
 def test_drift_takes_idle_functions_out_and_closes_what_it_cannot_prove(

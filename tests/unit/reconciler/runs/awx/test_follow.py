@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -446,6 +447,38 @@ def test_a_job_past_its_deadline_is_ended(awx: Controller, prepared: RunPaths, p
     prepared.manifest.write_text(manifest.replace('"deadline_s": 60', '"deadline_s": 0'))
     verdict = verdict_of(play)
     assert (verdict["status"], verdict["result"]) == ("timeout", None)
+
+
+def test_time_in_the_queue_of_awx_is_no_time_of_the_run(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    manifest = prepared.manifest.read_text()
+    prepared.manifest.write_text(manifest.replace('"deadline_s": 60', '"deadline_s": 1'))
+    awx.change(queued=True, queue_s=3600)
+    until = time.monotonic() + 2.5
+    assert play(lambda: time.monotonic() > until) is None
+    assert "POST /jobs/1/cancel/" not in awx.record()["requests"]
+    assert collect.queued_limit_s(prepared.root) == 1
+    # A later process knows the time in the queue from AWX, by the clock of AWX.
+    awx.change(queued=False, steps=5)
+    assert verdict_of(play)["result"] == RESULT
+    os.utime(prepared.queued, (0.0, 0.0))
+    assert collect.queued_limit_s(prepared.root) is None
+
+
+def test_the_time_in_the_queue_of_awx_is_limited(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    manifest = prepared.manifest.read_text()
+    prepared.manifest.write_text(manifest.replace('"deadline_s": 60', '"deadline_s": 0'))
+    awx.change(queued=True)
+    verdict = verdict_of(play, queue=0.5)
+    assert (verdict["status"], verdict["begun"]) == ("timeout", False)
+
+
+@pytest.mark.parametrize("created", [None, "yesterday", 7, "2026-11-21T10:00:00"])
+def test_a_queue_of_unknown_length_extends_no_deadline(created: object) -> None:
+    assert followed._queued_s({"created": created, "started": "2026-11-21T11:00:00Z"}) == 0.0
 
 
 def test_a_lost_connection_is_unknown_and_not_an_end(
