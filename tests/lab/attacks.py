@@ -31,16 +31,13 @@ PAUSE_S = 0.05
 # The first round is sent again and again; each other round is sent once, with tokens of its own.
 ROUNDS = 5
 # Interfaces of the host, and addresses, by the place that is behind them.
-OUTSIDE = {"world": "world0", "mgmt": networks.MANAGEMENT}
-OUTSIDERS = {"world": "11.0.0.1", "mgmt": rig.BMC}
+OUTSIDE = {"world": networks.WORLD, "mgmt": networks.MANAGEMENT}
+OUTSIDERS = {"world": networks.ROUTER, "mgmt": rig.BMC}
 _FOLDER, _GUEST_FOLDER = "/run/lab-attacks", "/var/lib/attack"
 _SEEN_LIMIT_S, _ORDER_LIMIT_S = 45, 180
 
-_NETWORKS = f"""{networks.WIRE}
-wire world {OUTSIDE["world"]} {rig.UPLINK}/24 {OUTSIDERS["world"]}/24
-ip -n lab-world address add {rig.WORLD}/32 dev lo
+_NETWORKS = f"""{networks.WIRE}{networks.WIRE_WORLD}
 ip -n lab-world address add {rig.CLOSED}/32 dev lo
-ip route add 9.9.9.0/24 via {OUTSIDERS["world"]}
 {networks.WIRE_MANAGEMENT}ip -n lab-world route add 10.100.0.0/24 via {rig.UPLINK}
 ip -n lab-mgmt route add 10.100.0.0/24 via {rig.MANAGEMENT}
 """

@@ -26,6 +26,13 @@ wire() {{
   ip -n "lab-$1" link set eth0 up
 }}
 """
+# A public network with a server.
+WORLD, ROUTER = "world0", "11.0.0.1"
+WIRE_WORLD = f"""wire world {WORLD} {rig.UPLINK}/24 {ROUTER}/24
+ip -n lab-world address add {rig.WORLD}/32 dev lo
+ip route add 9.9.9.0/24 via {ROUTER}
+"""
+TARGET = f"{rig.WORLD}:443"
 # A management network with a BMC, which guests must not reach, and a storage service.
 MANAGEMENT = "bmc0"
 WIRE_MANAGEMENT = f"""wire mgmt {MANAGEMENT} {rig.MANAGEMENT}/24 {rig.BMC}/24
@@ -80,6 +87,21 @@ def knock(address, port):
             return "timeout"
 print(json.dumps({f"{a}:{p}": knock(a, p) for a, p in DOORS}))
 """
+
+
+@contextmanager
+def world(stage: Stage) -> Iterator[None]:
+    """A public server that takes connections at TARGET."""
+    address, _, port = TARGET.partition(":")
+    serve = ["ip", "netns", "exec", "lab-world", "busybox", "httpd", "-f", "-h", "/bin"]
+    try:
+        stage.on_host("sh", "-s", stdin=WIRE + WIRE_WORLD)
+        stage.on_host("systemd-run", "-q", "--unit=lab-world", *serve, "-p", f"{address}:{port}")
+        yield
+        # Without it, the guests would not have been asked whether they reach it.
+        stage.on_host("systemctl", "is-active", "lab-world.service")
+    finally:
+        stage.on_host("sh", "-c", "'systemctl stop lab-world; ip netns delete lab-world'")
 
 
 @contextmanager

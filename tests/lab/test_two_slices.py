@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _tuning_profiles
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 
 from lab.command import LabError
@@ -29,6 +30,10 @@ from tests.lab.proof import beginning, differences, ledger_entry, prove_again, r
 
 # Of the two slices, in the order of their launch.
 FIRMWARE = ("bios", "uefi")
+# Runtime of their guests: both reach a public server before they are ready, and the first is tuned.
+EGRESS = {"probes": {"egress": 1500, "gpu_compute": 1500}, "egress_target": networks.TARGET}
+TUNING = _tuning_profiles.DEFINITIONS[_tuning_profiles.NETWORK]
+RUNTIME = {"bios": {**EGRESS, "tuning": True}, "uefi": EGRESS}
 # The guests of an emulated host need some minutes to boot.
 BOOT_S = 900
 # A tenant's own cloud-config. The second file is the site's, which stays.
@@ -156,16 +161,19 @@ def test_two_slices_start_at_once_though_the_reconciler_is_killed(
     next reconciler settles them.
     """
     story.needs("prepared")
-    launched = [_launch(stage, firmware, user_data=OWN) for firmware in FIRMWARE]
-    stage.use_vm(firmware=stage.firmware)
-    _kill_the_reconciler(stage, launched[-1]["task_ids"][-1])
-    story.done["slices"] = [_active(stage, allocation) for allocation in launched]
+    before = stage.profile()["vm"]
+    with networks.world(stage):
+        launched = [_launch(stage, firmware, user_data=OWN) for firmware in FIRMWARE]
+        stage.use_vm(**before)
+        _kill_the_reconciler(stage, launched[-1]["task_ids"][-1])
+        story.done["slices"] = [_active(stage, allocation) for allocation in launched]
     stage.facts["allocation"] = story.done["slices"][-1]
 
 
 def _launch(stage: Stage, firmware: str, **changes: Any) -> dict[str, Any]:
-    """Launch a slice; its run has read the firmware of the profile when this returns."""
-    stage.use_vm(firmware=firmware)
+    """Launch a slice; its run has read its part of the profile when this returns."""
+    runtime = {"source": "baked", "driver": "edu", **RUNTIME[firmware]}
+    stage.use_vm(firmware=firmware, guest_runtime=runtime)
     launched = slice_steps.launch(stage, terminal=True, **changes)
     allocation = stage.api().get(f"/admin/allocations/{launched['id']}")
     _await_progress(stage, allocation["task_ids"][-1])
@@ -184,7 +192,7 @@ def _active(stage: Stage, launched: dict[str, Any]) -> dict[str, Any]:
     assert readiness["host_keys"][0].startswith("ssh-ed25519 ")
     # The guest's own probe answered over the virtio-serial channel.
     probes = {row["name"]: row for row in readiness["probes"]}
-    assert list(probes) == ["address", "lease", "ssh", "gpu_compute"]
+    assert list(probes) == ["address", "lease", "ssh", "egress", "gpu_compute"]
     assert all(row["ok"] for row in probes.values())
     assert probes["gpu_compute"]["values"] == {"gpus": 1, "memory_bytes": 4096}
     # Nothing of the seed is left to a guest that is ready.
@@ -248,6 +256,19 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     assert gpu["remains"]["ok"], gpu
     assert slice_steps.in_guest(stage, "cat /etc/own") == "kept"
     story.done["login"] = evidence
+
+
+@pytest.mark.covers("SLICE-3")
+def test_a_guest_is_tuned_if_its_profile_says_so(stage: Stage, story: Chapter) -> None:
+    story.needs("slices")
+    command = f"sysctl -n {' '.join(TUNING.sysctl)}; ulimit -l"
+    tuned, plain = (
+        slice_steps.in_guest(stage, command, allocation=allocation).splitlines()
+        for allocation in story.done["slices"]
+    )
+    expected = [*TUNING.sysctl.values(), TUNING.memlock]
+    assert [line.split() for line in tuned] == [value.split() for value in expected]
+    assert not set(tuned) & set(plain)
 
 
 @pytest.mark.covers("SLICE-9", "HOST-6")

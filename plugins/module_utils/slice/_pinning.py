@@ -40,7 +40,8 @@ def cores(node: int | None) -> list[Core]:
 def reserve(available: list[Core], count: int) -> tuple[list[Core], list[Core]]:
     """The first cores with at least `count` CPUs, for the host, and the rest, for guests.
 
-    Interrupts and the switch's threads run on the host's first cores.
+    The first, because a kernel argument (`irqaffinity=`) can keep interrupts on them, and most
+    daemons of a host start there.
     """
     kept = 0
     while kept < len(available) and sum(map(len, available[:kept])) < count:
