@@ -27,6 +27,9 @@ pytestmark = pytest.mark.covers("HOST-4")
 def test_parameters(word):
     assert word == "a"
 
+@pytest.mark.covers("HOST-7")
+def test_elsewhere(): pass
+
 @pytest.mark.later
 def test_left_out(): pass
 """
@@ -45,7 +48,7 @@ def broken():
 @pytest.mark.covers("HOST-5")
 def test_of_a_broken_fixture(broken): pass
 
-@pytest.mark.covers("HOST-6")
+@pytest.mark.covers("HOST-6", "HOST-7")
 def test_skipped(): pytest.skip("not here")
 """
 
@@ -75,13 +78,16 @@ def test_a_page_has_the_last_result_of_every_test(tmp_path: Path, workers: tuple
     assert run(tmp_path, *workers, "-m", "not later") == 1
     lines = (tmp_path / "pages" / "host.md").read_text().splitlines()
     rows = {line.split(" | ")[0]: line.split(" | ")[2:] for line in lines if line[:3] == "| H"}
-    assert rows["| HOST-4"] == ["fails", "1 passed, 1 not run, 1 failed", "1 passed |"]
+    assert rows["| HOST-4"] == ["fails", "2 passed, 1 not run, 1 failed", "1 passed |"]
     assert rows["| HOST-5"] == ["fails", "none", "1 error |"]
     assert rows["| HOST-6"] == ["not run", "none", "1 skipped |"]
+    assert rows["| HOST-7"][0].startswith("shown, lab skipped; not on hardware")
+    assert rows["| HOST-7"][1:] == ["1 passed", "1 skipped |"]
     assert rows["| HOST-8"][1:] == ["none", "none |"]
     start = lines.index(next(line for line in lines if line.startswith("## HOST-4:")))
-    assert lines[start + 2 : start + 5] == [
+    assert lines[start + 2 : start + 6] == [
         "- passed: `tests/lab/test_lab.py::test_on_the_lab_host`",
+        "- passed: `tests/test_unit.py::test_elsewhere`",
         "- not run: `tests/test_unit.py::test_left_out`",
         "- failed: `tests/test_unit.py::test_parameters`",
     ]
@@ -97,7 +103,7 @@ def test_runs_add_up(tmp_path: Path) -> None:
         for line in (tmp_path / "pages" / "host.md").read_text().splitlines()
         if line.startswith("| HOST-4 |")
     )
-    assert row.endswith("| 1 passed, 2 not run | 1 passed |")
+    assert row.endswith("| 1 passed, 3 not run | 1 passed |")
 
 
 def test_an_unknown_row_is_refused(request: pytest.FixtureRequest) -> None:
@@ -110,13 +116,17 @@ def test_an_unknown_row_is_refused(request: pytest.FixtureRequest) -> None:
 
 def test_a_row_says_what_is_shown_and_what_is_not() -> None:
     for name, row in coverage.ROWS.items():
-        assert not row.open or coverage.state(name, []) == f"open: {row.open}"
-    assert coverage.state("SLICE-4", ["passed", "not run"]) == (
+        assert not row.open or coverage.state(name, [], []) == f"open: {row.open}"
+    assert coverage.state("SLICE-4", ["passed", "not run"], []) == (
         f"shown; left: {coverage.ROWS['SLICE-4'].left}"
         f"; not on hardware: {coverage.NOT_ON_HARDWARE['SLICE-4']}"
     )
-    assert coverage.state("I1", ["passed", "skipped"]) == "shown"
-    assert coverage.state("I1", ["passed", "error"]) == "fails"
+    assert coverage.state("I1", ["passed", "skipped"], ["passed", "skipped"]) == "shown"
+    assert coverage.state("I1", ["passed", "error"], []) == "fails"
+    assert coverage.state("I1", ["passed"], ["skipped", "not run"]) == "shown, lab skipped"
+    assert coverage.state("I1", ["passed"], ["skipped", "failed"]) == "fails"
+    assert coverage.state("SLICE-4", ["passed"], ["skipped"]).startswith("shown, lab skipped; left")
+    assert coverage.state("I1", [], ["skipped"]) == "not run"
     assert set(coverage.NOT_ON_HARDWARE) < coverage.KNOWN
 
 
