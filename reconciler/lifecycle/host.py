@@ -397,9 +397,11 @@ def _learn_hardware(
     """Keep what the host says of its machine. A tenant who was root could report any machine."""
     node, machine = rows.get(conn, Node, node_id), hardware.machine_of(document)
     own = install_id == node.install_id and not node.tenant_machine_ids
-    if not machine or not own or machine == node.hardware:
+    if not machine or not own:
         return
-    node_records.update(conn, node_id, hardware=machine)
+    learned = hardware.learned(machine, node.hardware)
+    if learned != node.hardware:
+        node_records.update(conn, node_id, hardware=learned)
 
 
 def record_parity(

@@ -43,7 +43,8 @@ class Node(StateRow):
     # the request of a release to a deployment of ours. Null: none.
     maas: dict[str, Any] | None
     # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
-    # the installation is the tenant's. Null: not discovered yet.
+    # the installation is the tenant's. `first_serial` is that which it reported first, if it is
+    # another one. Null: not discovered yet.
     hardware: dict[str, Any] | None
     # `device_id`, `asset_tag` and `bmc_address` of its device in NetBox. Null: none is known.
     netbox: dict[str, Any] | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from reconciler.lifecycle import baremetal, host, installation, slots, task_fail
 from reconciler.lifecycle import launch as launching
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, TaskKind, TaskState
+from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
 from reconciler.records import leasing, nodes, queue, tokens
 from reconciler.settings import Settings
 from reconciler.work import maas as maas_tasks
@@ -401,6 +402,67 @@ def test_a_machine_lost_or_broken_in_the_middle_is_named(maas: Maas) -> None:
     # The next request begins with the failed machine.
     maas.begin(machine(status=11))
     maas.queue()
+@pytest.mark.covers("P1")
+def test_a_host_that_takes_the_serial_number_of_a_bound_machine_stops_only_itself(
+    maas: Maas,
+) -> None:
+    """However often it changes the number, and however often it reports none."""
+    maas.machines.machine("m2", 2)
+    maas.maintain()
+    maas.begin()
+    maas.report("S1")
+    for serial in ("S2", "S1", "S2", "0000000", "S1"):
+        maas.report(serial, "m2", 2)
+    with reading(maas.engine) as conn:
+        nodes.require_own_serial(conn, nodes.get(conn, "m1"))
+        with pytest.raises(Problem) as refusal:
+            nodes.require_own_serial(conn, nodes.get(conn, "m2"))
+    assert (refusal.value.code, refusal.value.found) == ("serial_twice", "the same at m1")
+    maas.queue()
+    maas.step()
+    assert maas.asked() == ["release"]
+
+
+def test_a_serial_number_is_nobodys_while_its_first_host_is_unknown(maas: Maas) -> None:
+    """Two records of one machine report the same from the beginning."""
+
+    def refused() -> list[str]:
+        codes = []
+        for id in ("m1", "m2"):
+            with reading(maas.engine) as conn, suppress(Problem):
+                nodes.require_own_serial(conn, nodes.get(conn, id))
+                continue
+            codes.append(id)
+        return codes
+
+    maas.machines.machine("m2", 2)
+    bound = maas.node().maas
+    maas.report("S1")
+    maas.report("S1", "m2", 2)
+    assert refused() == ["m1", "m2"]
+    maas.report("S2", "m2", 2)
+    assert refused() == []
+    # The number that m2 reported first.
+    maas.report("S1", "m2", 2)
+    assert refused() == ["m1", "m2"]
+    for first in ("S2", "S1"):
+        with transaction(maas.engine) as conn:
+            nodes.update(conn, "m2", hardware={"serial": first})
+            nodes.update(conn, "m1", maas=None)
+        maas.report("S1", "m2", 2)
+        assert refused() == ["m1", "m2"], "m1 is not bound"
+    # The host of m1 has changed its number, too.
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", hardware={"serial": "S9"}, maas=bound)
+        nodes.update(conn, "m2", hardware={"serial": "S2"})
+    maas.report("S1")
+    maas.report("S1", "m2", 2)
+    assert refused() == ["m1", "m2"]
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m2", state=NodeState.RETIRED)
+        nodes.require_own_serial(conn, nodes.get(conn, "m1"))
+
+
     assert maas.play().state == "succeeded"
     assert maas.asked() == ["release", "deploy"]
 
