@@ -129,6 +129,8 @@ def _installed_anew(
     if node.health_detail.get("code") == node_records.DRIFT:
         # Drift of the previous installation.
         values |= gate.HEALTHY
+    if node.maas:
+        values["maas"] = {name: value for name, value in node.maas.items() if name != "tenant"}
     node_records.update(conn, node.id, **values)
     journal.audit(conn, act, "node.reinstalled", "node", node.id, detail={"machine_id": machine_id})
 

@@ -245,6 +245,54 @@ def test_a_site_whose_maas_erases_disks_at_each_release(maas: Maas, erased: bool
     assert maas.asked()[-2:] == ["release", "deploy"]
 
 
+@pytest.mark.covers("P11")
+def test_a_site_that_has_maas_erase_the_disks_between_tenants(maas: Maas) -> None:
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    # What is on the disks decides, not the task: a release that failed is asked for again.
+    maas.begin(slow=3, failing={"14": 15})
+    assert maas.play().error["code"] == "maas_failed"
+    maas.begin(machine(status=15))
+    maas.queue()
+    task = maas.play()
+    assert (task.state, maas.asked()) == ("succeeded", ["release", "deploy"])
+    (release,) = maas.fields("release")
+    # Overwritten as a whole where the drive has no erasure of its own.
+    erasure = {name: value for name, value in release.items() if "erase" in name}
+    assert erasure == {"erase": "true", "secure_erase": "true", "quick_erase": "false"}
+    # Not where no tenant was: the disks may have what the site keeps on them.
+    for kind in (DEPLOY, RELEASE):
+        with transaction(maas.engine) as conn:
+            host.maintain(conn, "m1", ADMIN)
+        maas.begin()
+        maas.queue(kind)
+        maas.step()
+        assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+        maas.begin(machine(status=4, owner=""))
+        assert maas.play().state == "succeeded"
+
+
+def test_the_return_of_a_machine_to_maas_erases_no_disk(maas: Maas) -> None:
+    """The release script reads our proof back, which an erasure by the drive may end."""
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    maas.begin(failing={"14": 15})
+    assert maas.play().error["code"] == "maas_failed"
+    maas.begin(machine(status=15))
+    maas.queue(RELEASE)
+    assert maas.play().state == "succeeded"
+    assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+
+
+def test_no_disk_is_erased_while_the_records_know_something_on_it(maas: Maas) -> None:
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", unclean_allocation_id="tenant")
+    assert maas.play().error["code"] == "machine_not_clean"
+    assert "release" not in maas.asked()
+
+
 def test_answers_that_are_lost_are_read_and_not_asked_again(maas: Maas) -> None:
     maas.tenancy()
     maas.begin(lost=["release", "deploy"])
@@ -366,42 +414,6 @@ def test_hosts_with_the_serial_number_of_the_machine_stop_it(maas: Maas) -> None
     assert maas.asked() == ["release"]
 
 
-def test_the_serial_number_that_a_tenants_installation_reports_is_not_believed(maas: Maas) -> None:
-    maas.report("S1")
-    maas.tenancy()
-    maas.report("S7")
-    assert maas.node().hardware == {"vendor": "Dell Inc.", "product": "XE9680L", "serial": "S1"}
-    assert maas.play().state == "succeeded"
-
-
-def test_an_answer_about_another_machine_ends_the_task(maas: Maas) -> None:
-    maas.tenancy()
-    maas.begin(machine(), machine("other9", serial="S9"), other={"release": "other9"})
-    task = maas.play()
-    assert (task.error["code"], maas.asked()) == ("maas_wrong_machine", ["release"])
-    assert maas.node().tenant_machine_ids
-
-
-def test_a_lock_or_an_owner_that_comes_before_the_request_is_respected(maas: Maas) -> None:
-    maas.tenancy()
-    maas.begin(edits={"release": {"locked": True}})
-    assert maas.play().error["code"] == "maas_forbidden"
-    maas.begin(edits={"deploy": {"owner": "somebody", "status": 10}})
-    maas.queue()
-    assert maas.play().error["code"] == "maas_forbidden"
-    assert maas.manager.record()["machines"]["abc123"]["owner"] == "somebody"
-
-
-def test_a_machine_lost_or_broken_in_the_middle_is_named(maas: Maas) -> None:
-    maas.tenancy()
-    maas.begin(vanish="abc123")
-    assert maas.play(enrols=False).error["code"] == "maas_not_found"
-    maas.begin(machine(status=4, owner=""), failing={"9": 11})
-    maas.queue()
-    assert maas.play(enrols=False).error["code"] == "maas_failed"
-    # The next request begins with the failed machine.
-    maas.begin(machine(status=11))
-    maas.queue()
 @pytest.mark.covers("P1")
 def test_a_host_that_takes_the_serial_number_of_a_bound_machine_stops_only_itself(
     maas: Maas,
@@ -463,6 +475,42 @@ def test_a_serial_number_is_nobodys_while_its_first_host_is_unknown(maas: Maas) 
         nodes.require_own_serial(conn, nodes.get(conn, "m1"))
 
 
+def test_the_serial_number_that_a_tenants_installation_reports_is_not_believed(maas: Maas) -> None:
+    maas.report("S1")
+    maas.tenancy()
+    maas.report("S7")
+    assert maas.node().hardware == {"vendor": "Dell Inc.", "product": "XE9680L", "serial": "S1"}
+    assert maas.play().state == "succeeded"
+
+
+def test_an_answer_about_another_machine_ends_the_task(maas: Maas) -> None:
+    maas.tenancy()
+    maas.begin(machine(), machine("other9", serial="S9"), other={"release": "other9"})
+    task = maas.play()
+    assert (task.error["code"], maas.asked()) == ("maas_wrong_machine", ["release"])
+    assert maas.node().tenant_machine_ids
+
+
+def test_a_lock_or_an_owner_that_comes_before_the_request_is_respected(maas: Maas) -> None:
+    maas.tenancy()
+    maas.begin(edits={"release": {"locked": True}})
+    assert maas.play().error["code"] == "maas_forbidden"
+    maas.begin(edits={"deploy": {"owner": "somebody", "status": 10}})
+    maas.queue()
+    assert maas.play().error["code"] == "maas_forbidden"
+    assert maas.manager.record()["machines"]["abc123"]["owner"] == "somebody"
+
+
+def test_a_machine_lost_or_broken_in_the_middle_is_named(maas: Maas) -> None:
+    maas.tenancy()
+    maas.begin(vanish="abc123")
+    assert maas.play(enrols=False).error["code"] == "maas_not_found"
+    maas.begin(machine(status=4, owner=""), failing={"9": 11})
+    maas.queue()
+    assert maas.play(enrols=False).error["code"] == "maas_failed"
+    # The next request begins with the failed machine.
+    maas.begin(machine(status=11))
+    maas.queue()
     assert maas.play().state == "succeeded"
     assert maas.asked() == ["release", "deploy"]
 
