@@ -206,6 +206,9 @@ class Settings(BaseSettings):
     request."""
     maas_ca_file: Path | None = None
     """PEM of the only CA accepted for MAAS. Unset: the system's CAs."""
+    maas_erase_disks: bool = False
+    """Have MAAS erase all disks of a machine, the system disk included, before it is installed anew
+    after its tenant (docs/maas.md). Off: the system disk is only installed over."""
     gpu_pool_max_total: int = Field(16, ge=0)
     """Largest number of living worker pools of the site (docs/pools.md)."""
     redis_url: str = Field("", pattern=r"^$|^(rediss?|unix)://")

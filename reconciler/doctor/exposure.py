@@ -2,7 +2,8 @@
 
 Guests reach no private address but those that their profile allows. Public addresses of hosts, BMCs
 and of the site's services are open to them until `network.denied_networks` of the profile names
-them. The API and the gateway are left out, because guests and tenants use them.
+them. The API and the gateway are left out, because guests and tenants use them; another service at
+the same address is a warning, because denying the address would close both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import Connection
 
 from reconciler import names
-from reconciler.doctor import Finding, ok, warn
+from reconciler.doctor import Finding, fail, ok, warn
 from reconciler.model.errors import Problem
 from reconciler.model.hardware import Offer
 from reconciler.model.states import NodeState
@@ -50,41 +51,66 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
     unread: list[str] = []
     exposed = False
     for profile in profiles:
+        file = settings.profiles_dir / f"{profile}.yml"
         try:
             offer = Offer.of(hardware_profile(settings.profiles_dir, profile))
         except Problem as problem:
-            unread.append(f"{profile}.yml ({problem.code})")
+            unread.append(f"{file.name} ({problem.code})")
             continue
         users = {node.id for node in live if node.profile == profile}
+        # Name and address. A host's own guests never reach it.
         reached = [
-            f"{address} ({name})"
+            (name, address)
             for name, host, own in targets
             for address in _addresses(host) or ()
             if offer.reaches(address) and users - {own}
         ]
-        if reached:
-            exposed = True
-            more = f" and {len(reached) - _NAMED} others" if len(reached) > _NAMED else ""
-            yield warn(
-                f"guests of {profile}.yml reach {', '.join(reached[:_NAMED])}{more}",
+        shared = _open_to_guests(settings)
+        closed = [f"{address} ({name})" for name, address in reached if address not in shared]
+        joined = [f"{address} ({name})" for name, address in reached if address in shared]
+        exposed |= bool(reached)
+        if closed:
+            yield fail(
+                f"guests of {file.name} reach {_listed(closed)}",
                 expected="no public address of another host, a BMC or a service of the site",
-                remedy=f"add them to network.denied_networks in"
-                f" {settings.profiles_dir / profile}.yml and run the bootstrap playbook on its"
-                " hosts; nothing if a firewall of the site keeps guests away",
+                remedy=f"add them to network.denied_networks in {file} and run the bootstrap"
+                " playbook on its hosts, also if a firewall of the site keeps guests away",
+            )
+        if joined:
+            yield warn(
+                f"guests of {file.name} reach {_listed(joined)}, which is the API's or the"
+                " gateway's too",
+                expected="an address of its own for what only operators and hosts use",
+                remedy="give it another address and add that to network.denied_networks, or keep"
+                " guests from its port by a firewall of the site",
             )
     for what, rows, remedy in (
         ("not resolved", unresolved, "correct the name, or its name server; then run it again"),
         ("not read", unread, f"put the profiles into {settings.profiles_dir}, or correct them"),
     ):
         if rows:
-            more = f" and {len(rows) - _NAMED} others" if len(rows) > _NAMED else ""
             yield warn(
-                f"{what}: {', '.join(rows[:_NAMED])}{more}",
+                f"{what}: {_listed(rows)}",
                 expected="every name and every profile of a node, to tell what guests reach",
                 remedy=remedy,
             )
     if not (exposed or unresolved or unread):
         yield ok("no public address of hosts, BMCs and services that guests reach")
+
+
+def _open_to_guests(settings: Settings) -> set[str]:
+    """Addresses of the API and the gateway."""
+    hosts = [
+        urlsplit(settings.public_url).hostname or "",
+        str(settings.public_address or ""),
+        settings.gateway[0],
+    ]
+    return {address for host in hosts for address in _addresses(host) or ()}
+
+
+def _listed(rows: list[str]) -> str:
+    more = f" and {len(rows) - _NAMED} others" if len(rows) > _NAMED else ""
+    return f"{', '.join(rows[:_NAMED])}{more}"
 
 
 @cache

@@ -44,9 +44,10 @@ from reconciler.inventory.patches import (
 from reconciler.inventory.ranges import Ranges, parsed
 from reconciler.model.hardware import (
     TWICE,
+    bound_serial,
     by_serial,
-    is_owner,
     own_serial,
+    owner_of,
     serial_number,
     serial_of,
 )
@@ -303,22 +304,21 @@ def _other_serials(
     """Devices whose serial number differs from that of their node's host, or whose host shares its
     serial number with another host and may not be its owner.
 
-    recorded: serial numbers of the nodes' devices.
+    recorded: serial numbers of the nodes' devices. Where NetBox has none, that of MAAS counts.
     """
     living = [
         row.node for row in nodes if serial_of(row.node.hardware) and not is_retired(row.node)
     ]
     serials = by_serial((node.id, node.hardware) for node in living)
+    known = {node.id: recorded.get(node.id) or bound_serial(node.maas) for node in living}
     for node in living:
         reported, device = serial_of(node.hardware), pairs.get(node.id)
         same = serials[reported]
-        if len(same) > 1:
+        if len(same) > 1 and owner_of(reported, same, known) != node.id:
             result.note(
                 *("serial_twice", f"node {node.id}", f"serial number {reported} at one host"),
                 *(", ".join(same), TWICE),
             )
-            if is_owner(node.id, same, reported, recorded):
-                continue
         elif device is not None and _serial(device) not in ("", reported):
             result.note(
                 *("serial_differs", f"node {node.id}", f"serial number {reported}, as its host"),

@@ -219,12 +219,17 @@ class Client(Conversation):
             fields["distro_series"] = series
         return self._operate(system_id, "deploy", fields)
 
-    def release(self, system_id: str, *, comment: str, script: str = "") -> Machine:
-        """Return the machine to MAAS. MAAS erases nothing: its erasure is no proof.
+    def release(
+        self, system_id: str, *, comment: str, script: str = "", erase: bool = False
+    ) -> Machine:
+        """Return the machine to MAAS.
 
-        script: a release script that MAAS has; it refuses another.
+        script: a release script that MAAS has; it refuses another. erase: all disks, by the drive's
+        own erasure or by zeros. The quick erasure of MAAS leaves nearly everything readable.
         """
         fields = {"erase": "false", "comment": comment, **({"scripts": script} if script else {})}
+        if erase:
+            fields |= {"erase": "true", "secure_erase": "true", "quick_erase": "false"}
         return self._operate(system_id, "release", fields)
 
     def lock(self, system_id: str, *, comment: str) -> Machine:

@@ -19,8 +19,8 @@ from reconciler.model.hardware import (
     TWICE,
     bound_serial,
     by_serial,
-    is_owner,
     own_serial,
+    owner_of,
     serial_of,
 )
 from reconciler.model.states import NodeMode
@@ -181,14 +181,15 @@ def _drop_same_serial(result: Comparison, nodes: Sequence[ExpectedNode]) -> None
     its lock.
     """
     bound = {row.node.id: bound_serial(row.node.maas) for row in nodes}
-    of_serial = by_serial((row.node.id, row.node.hardware) for row in nodes)
-    same = {serial: ids for serial, ids in of_serial.items() if len(ids) > 1}
-    for serial, ids in same.items():
-        subject = f"serial number {serial}"
-        result.note("serial_twice", subject, "the host of one node", ", ".join(sorted(ids)), TWICE)
-    doubtful = {
-        id for serial, ids in same.items() for id in ids if not is_owner(id, ids, serial, bound)
-    }
+    doubtful: set[str] = set()
+    for serial, same in by_serial((row.node.id, row.node.hardware) for row in nodes).items():
+        if len(same) > 1:
+            owner = owner_of(serial, same, bound)
+            others = same.keys() - {owner}
+            expected = f"the host of node {owner} only" if owner else "the host of one node"
+            subject = f"serial number {serial}"
+            result.note("serial_twice", subject, expected, ", ".join(sorted(others)), TWICE)
+            doubtful |= others
     result.pairs = [
         (row, machine)
         for row, machine in result.pairs

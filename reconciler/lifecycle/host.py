@@ -130,6 +130,8 @@ def _installed_anew(
     if node.health_detail.get("code") == node_records.DRIFT:
         # Drift of the previous installation.
         values |= gate.HEALTHY
+    if node.maas:
+        values["maas"] = {name: value for name, value in node.maas.items() if name != "tenant"}
     node_records.update(conn, node.id, **values)
     journal.audit(conn, act, "node.reinstalled", "node", node.id, detail={"machine_id": machine_id})
 
@@ -398,9 +400,11 @@ def _learn_hardware(
     """Keep what the host says of its machine. A tenant who was root could report any machine."""
     node, machine = rows.get(conn, Node, node_id), hardware.machine_of(document)
     own = install_id == node.install_id and not node.tenant_machine_ids
-    if not machine or not own or machine == node.hardware:
+    if not machine or not own:
         return
-    node_records.update(conn, node_id, hardware=machine)
+    learned = hardware.learned(machine, node.hardware)
+    if learned != node.hardware:
+        node_records.update(conn, node_id, hardware=learned)
 
 
 def record_parity(

@@ -51,7 +51,8 @@ def queue_after_tenant(conn: sa.Connection, node_id: str, act: Act) -> None:
 
     If that is refused, the node waits for a person, as on a site without MAAS.
     """
-    if rows.get(conn, Node, node_id).maas:
+    if maas := rows.get(conn, Node, node_id).maas:
+        node_records.update(conn, node_id, maas={**maas, "tenant": True})
         with suppress(Problem):
             queue(conn, node_id, TaskKind.NODE_DEPLOY, act)
 
@@ -115,6 +116,11 @@ def begin(conn: sa.Connection, node: Node, kind: TaskKind, act: Act) -> None:
     node_records.update(conn, node.id, tenant_machine_ids=sorted(ids))
     tokens.replace_certificates(conn, node.id, "", act)
     journal.audit(conn, act, f"{kind}.began", "node", node.id, detail={"maas": node.maas})
+
+
+def had_tenant(node: Node) -> bool:
+    """Whether a tenant was root on the machine of MAAS since its last installation."""
+    return bool((node.maas or {}).get("tenant"))
 
 
 def is_installed(node: Node) -> bool:

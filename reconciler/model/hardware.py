@@ -53,6 +53,19 @@ def machine_of(document: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(machine.get(name) or "")[:200] for name in _MACHINE if machine}
 
 
+def learned(machine: dict[str, str], before: Mapping[str, str] | None) -> dict[str, str]:
+    """The node's record of a machine that its host reports. `first_serial` is the serial number
+    that the host reported first, if it is another one: a host may change its number and change it
+    back.
+    """
+    first = _first_serial(before) or serial_of(machine)
+    return machine if first == serial_of(machine) else {**machine, "first_serial": first}
+
+
+def _first_serial(hardware: Mapping[str, Any] | None) -> str:
+    return serial_number((hardware or {}).get("first_serial")) or serial_of(hardware)
+
+
 def serial_of(hardware: Mapping[str, Any] | None) -> str:
     """Serial number of a node's machine; "" if its host reported none."""
     return serial_number((hardware or {}).get("serial"))
@@ -70,24 +83,34 @@ def own_serial(reported: str, recorded: str) -> str:
     return reported if recorded in ("", reported) else ""
 
 
-def by_serial(nodes: Iterable[tuple[str, Mapping[str, Any] | None]]) -> dict[str, list[str]]:
-    """Ids of nodes by the serial number that their hosts report. nodes: id and hardware of each."""
-    result: dict[str, list[str]] = {}
+Hardware = Mapping[str, Any] | None
+
+
+def by_serial(nodes: Iterable[tuple[str, Hardware]]) -> dict[str, dict[str, Hardware]]:
+    """Nodes with their hardware, by the serial number that their hosts report."""
+    result: dict[str, dict[str, Hardware]] = {}
     for id, hardware in nodes:
         if serial := serial_of(hardware):
-            result.setdefault(serial, []).append(id)
+            result.setdefault(serial, {})[id] = hardware
     return result
 
 
-def is_owner(id: str, same: Collection[str], serial: str, recorded: Mapping[str, str]) -> bool:
-    """Whether the site's own records show that a serial number is this node's alone, although the
-    hosts of all nodes in `same` report it: a hostile host can report any.
+def owner_of(serial: str, same: Mapping[str, Hardware], recorded: Mapping[str, str]) -> str:
+    """The node whose machine has a serial number by the site's own records, although the hosts of
+    all nodes in `same` report it: a hostile host can report any. "" if the records do not show it.
 
-    recorded: serial numbers in MAAS or NetBox, by node. Another node whose number is unknown there
-    may be the owner.
+    recorded: serial numbers in MAAS or NetBox, by node. A node whose number is unknown there is
+    only another record of the machine, or its true one, unless its host came with another number
+    and that of the owner came with this one.
     """
-    others = [recorded.get(other, "") for other in same if other != id]
-    return recorded.get(id) == serial and all(other not in ("", serial) for other in others)
+    owners = [id for id in same if recorded.get(id) == serial]
+    if len(owners) != 1:
+        return ""
+    (owner,) = owners
+    first = {id: _first_serial(hardware) for id, hardware in same.items()}
+    doubtful = [id for id in same if id != owner and not recorded.get(id)]
+    later = first[owner] == serial and all(first[id] != serial for id in doubtful)
+    return owner if later or not doubtful else ""
 
 
 def node_profile(profile: dict[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:

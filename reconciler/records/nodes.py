@@ -14,7 +14,7 @@ from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Node, claims, ingress_rules, nodes, slots
 from reconciler.model.act import Act
 from reconciler.model.errors import Problem
-from reconciler.model.hardware import TWICE, bound_serial, is_owner, serial_of
+from reconciler.model.hardware import TWICE, bound_serial, owner_of, serial_of
 from reconciler.model.states import (
     LIVE_CLAIMS,
     LIVE_INGRESS,
@@ -260,10 +260,10 @@ def require_own_serial(conn: sa.Connection, node: Node) -> None:
         return
     columns = (nodes.c.id, nodes.c.hardware, nodes.c.maas)
     living = conn.execute(sa.select(*columns).where(nodes.c.state != NodeState.RETIRED)).all()
-    same = {row.id for row in living if serial_of(row.hardware) == serial}
+    same = {row.id: row.hardware for row in living if serial_of(row.hardware) == serial}
     bound = {row.id: bound_serial(row.maas) for row in living if row.id in same}
-    others = sorted(same - {node.id})
-    if others and not is_owner(node.id, same, serial, bound):
+    others = sorted(same.keys() - {node.id})
+    if others and owner_of(serial, same, bound) != node.id:
         raise Problem(
             "serial_twice",
             expected=f"serial number {serial} at the host of node {node.id} only",

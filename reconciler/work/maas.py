@@ -141,7 +141,10 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
             script = _release_script(maas, task) if verb == "release" else ""
             userdata = _begin(engine, settings, task, machine, progress)
             try:
-                _ask(maas, task, machine, verb, userdata, script)
+                # Where no tenant was root, the disks may have data of the site.
+                erase = settings.maas_erase_disks and installation.had_tenant(node)
+                erase = erase and task.kind == TaskKind.NODE_DEPLOY
+                _ask(maas, task, machine, verb, userdata, script, erase=erase)
             except RunError as refusal:
                 with transaction(engine) as conn:
                     if verb == "unlock" and refusal.code == FORBIDDEN:
@@ -301,14 +304,21 @@ def _release_script(maas: Client, task: Task) -> str:
 
 
 def _ask(
-    maas: Client, task: Task, machine: Machine, verb: Verb, userdata: str, script: str
+    maas: Client,
+    task: Task,
+    machine: Machine,
+    verb: Verb,
+    userdata: str,
+    script: str,
+    *,
+    erase: bool,
 ) -> None:
     comment = f"gpuaas.slice, task {task.id}"
     if verb == "deploy":
         series = str(task.parameters.get("series") or "")
         maas.deploy(machine.system_id, userdata=userdata, series=series, comment=comment)
     elif verb == "release":
-        maas.release(machine.system_id, comment=comment, script=script)
+        maas.release(machine.system_id, comment=comment, script=script, erase=erase)
     else:
         maas.unlock(machine.system_id, comment=comment)
     log.info("MAAS accepted %s of %s for node %s", verb, machine.system_id, task.node_id)

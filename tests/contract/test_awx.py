@@ -35,6 +35,7 @@ SITE = {
     "gpuaas_awx_maas_url": "https://maas.example",
     "gpuaas_awx_maas_tags": ["gpuaas-profile-slice-vm", "rack-1"],
     "gpuaas_awx_maas_networks": ["10.20.0.0/16"],
+    "gpuaas_awx_pods": True,
 }
 
 
@@ -150,6 +151,21 @@ def test_every_field_arrives(imported: Import) -> None:
     assert inputs == {"url": "https://maas.example", "key": KEY}
 
 
+def test_pods_of_jobs_have_a_limit_of_memory(imported: Import) -> None:
+    """AWX merges the specification into its own, in which a list replaces a list."""
+    objects = imported.controller.objects()
+    (group,) = objects["instance_groups"]
+    assert group["is_container_group"] is True
+    pod = yaml.safe_load(group["pod_spec_override"])
+    (container,) = pod["spec"]["containers"]
+    assert (container["name"], container["resources"]["limits"]) == ("worker", {"memory": "512Mi"})
+    # Nothing of a job speaks to Kubernetes.
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    for template in objects["job_templates"]:
+        assert template["prevent_instance_group_fallback"] is True
+        assert objects["instance_groups_of"][template["name"]] == [group["name"]]
+
+
 def scheduled(objects: dict[str, Any]) -> dict[str, tuple[str, str, bool]]:
     """What each schedule starts, how often, and whether it does."""
     kinds = ("job_templates", "inventory_sources", "workflow_job_templates")
@@ -185,6 +201,9 @@ def test_a_site_with_netbox_and_without_maas_and_webhook(tmp_path: Path) -> None
         objects = site.controller.objects()
     assert scheduled(objects)["gpuaas NetBox each hour"][2] is True
     assert objects["notification_templates"] == []
+    # An AWX without Kubernetes runs no pods.
+    assert objects["instance_groups"] == []
+    assert not any(item["prevent_instance_group_fallback"] for item in objects["job_templates"])
     for kind in ("inventories", "inventory_sources", "credentials", "schedules"):
         assert not [item for item in objects[kind] if re.search("MAAS|machines", item["name"])]
 

@@ -2,7 +2,8 @@
 
 `--coverage-pages FOLDER` writes a page for each group of rows.yml. Runs on the same folder add up:
 `make test` plays the unit tests and the lab tests one after the other. A row that no test shows is
-`open` in rows.yml; the gap of a row that is shown in part is its `left`.
+`open` in rows.yml; the gap of a row that is shown in part is its `left`. A row whose lab tests were
+skipped, for example because no time was left for them, is `shown, lab skipped`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def markdown(page: dict[str, Any], results: Results) -> str:
                 places[name.startswith("tests/lab/")].append(test["result"])
                 functions.setdefault(name.partition("[")[0], []).append(test["result"])
         title = ROWS[row].title
-        shown = state(row, [*places[False], *places[True]])
+        shown = state(row, places[False], places[True])
         counts = f"{summary(places[False])} | {summary(places[True])}"
         lines.append(f"| {row} | {title} | {shown} | {counts} |")
         sections += ["", f"## {row}: {title}", ""]
@@ -146,17 +147,19 @@ def markdown(page: dict[str, Any], results: Results) -> str:
     return "\n".join([*lines, *sections]) + "\n"
 
 
-def state(row: str, results: list[str]) -> str:
-    """Such as "shown; not on hardware: reset of a GPU"."""
+def state(row: str, elsewhere: list[str], on_lab: list[str]) -> str:
+    """Such as "shown, lab skipped; not on hardware: reset of a GPU"."""
+    results = [*elsewhere, *on_lab]
     if ROWS[row].open:
         return f"open: {ROWS[row].open}"
     if {"failed", "error"} & set(results):
         return "fails"
     if "passed" not in results:
         return "not run"
+    lab = ", lab skipped" if "skipped" in on_lab and "passed" not in on_lab else ""
     left = f"; left: {ROWS[row].left}" if ROWS[row].left else ""
     hardware = f"; not on hardware: {NOT_ON_HARDWARE[row]}" if row in NOT_ON_HARDWARE else ""
-    return f"shown{left}{hardware}"
+    return f"shown{lab}{left}{hardware}"
 
 
 def worst(results: Iterable[str]) -> str:

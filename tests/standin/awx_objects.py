@@ -220,8 +220,8 @@ class Objects:
             if key.startswith("roles/") and numbers
         }
 
-    def all(self) -> dict[str, list[Record]]:
-        """All objects, and the links between steps of workflows, for tests."""
+    def all(self) -> dict[str, Any]:
+        """All objects, links between steps of workflows and groups of templates, for tests."""
         steps = self._lists["workflow_job_template_nodes"]
         names = {step["id"]: step["identifier"] for step in steps}
         links = [
@@ -229,8 +229,21 @@ class Objects:
             for key, numbers in self._many.items()
             if key.endswith("/success_nodes") and numbers
         ]
+        groups = {group["id"]: group["name"] for group in self._lists["instance_groups"]}
+        groups_of = {
+            item["name"]: [
+                groups[number]
+                for number in self._many.get(f"job_templates/{item['id']}/instance_groups", [])
+            ]
+            for item in self._lists["job_templates"]
+        }
         surveys = [{"url": url, **survey} for url, survey in self._surveys.items()]
-        return {**self._lists, "links": links, "surveys": surveys}
+        return {
+            **self._lists,
+            "links": links,
+            "surveys": surveys,
+            "instance_groups_of": groups_of,
+        }
 
     def _by_id(self, kind: str, number: int) -> Record:
         return next(item for item in self._lists[kind] if item["id"] == number)

@@ -273,7 +273,8 @@ class Handler(BaseHTTPRequestHandler):
             return 400, {"scripts": [f"{fields['scripts']} is not one of the available choices."]}
         elif verb == "release" and status not in (4, 12):
             # With a script of ours beside MAAS's own, MAAS shows "Releasing".
-            maas.move(machine, 14 if maas.faults.erases and not fields.get("scripts") else 12)
+            erases = maas.faults.erases or fields.get("erase") == "true"
+            maas.move(machine, 14 if erases and not fields.get("scripts") else 12)
         elif verb == "deploy" and status not in (4, 10):
             refused = f"Can't deploy a machine that is in the '{_NAMES[status]}' state"
         elif verb == "deploy":

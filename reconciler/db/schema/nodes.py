@@ -40,10 +40,12 @@ class Node(StateRow):
     maas_tags: list[Any] | None
     # The machine in MAAS that is this node: `system_id`, `identity` of its hardware, `purpose` that
     # was last agreed by its tags, `locked` by this service, `series` last deployed, `returned` from
-    # the request of a release to a deployment of ours. Null: none.
+    # the request of a release to a deployment of ours, `tenant` from the release of a tenant to the
+    # next installation. Null: none.
     maas: dict[str, Any] | None
     # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
-    # the installation is the tenant's. Null: not discovered yet.
+    # the installation is the tenant's. `first_serial` is that which it reported first, if it is
+    # another one. Null: not discovered yet.
     hardware: dict[str, Any] | None
     # `device_id`, `asset_tag` and `bmc_address` of its device in NetBox. Null: none is known.
     netbox: dict[str, Any] | None

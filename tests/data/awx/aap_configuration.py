@@ -15,7 +15,8 @@ import sys
 import yaml
 
 ROLES = (
-    *("credential_types", "credentials", "execution_environments", "notification_templates"),
+    *("credential_types", "credentials", "execution_environments", "instance_groups"),
+    "notification_templates",
     *("projects", "inventories", "inventory_sources", "job_templates", "workflow_job_templates"),
     *("schedules", "teams", "roles"),
 )

@@ -18,6 +18,7 @@ KINDS = {
     "credential_types": "CredentialTypeSerializer",
     "credentials": "CredentialSerializerCreate",
     "execution_environments": "ExecutionEnvironmentSerializer",
+    "instance_groups": "InstanceGroupSerializer",
     "projects": "ProjectSerializer",
     "inventories": "InventorySerializer",
     "inventory_sources": "InventorySourceSerializer",

@@ -105,3 +105,27 @@ def test_the_bill_of_materials_has_every_package_with_its_digests() -> None:
         name: (version, sorted(digests)) for name, (version, digests) in sbom.pins(SERVICE).items()
     }
     assert all(each["purl"].startswith("pkg:pypi/") for each in bill["components"])
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_audit_is_of_the_lock_by_a_pinned_tool_and_fails_with_it(
+    tmp_path: Path, code: int
+) -> None:
+    """Stand-ins for the setup and for uv: what the tool finds is the public databases' to say."""
+    for program, text in (
+        ("scripts/setup", "exit 0"),
+        (".venv/bin/uv", f'printf "%s\\n" "$@" >called\nexit {code}'),
+    ):
+        path = tmp_path / program
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    make = ["make", "--no-print-directory", "-C", str(tmp_path), "-f", str(ROOT / "Makefile")]
+    done = subprocess.run([*make, "audit"], check=False, capture_output=True, text=True)
+    assert (done.returncode != 0) is (code != 0), done.stderr
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[:2] == ["tool", "run"]
+    assert re.fullmatch(r"pip-audit==\d+\.\d+\.\d+", called[2])
+    assert {"--strict", "--require-hashes"} <= set(called)
+    assert called[called.index("-r") + 1] == "requirements.lock"
+    assert "requirements-dev.lock" not in called

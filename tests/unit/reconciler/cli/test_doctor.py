@@ -447,7 +447,7 @@ def test_public_addresses_that_guests_reach_are_named(sound: Stack, tmp_path: Pa
     ((status, found),) = reach()
     # A guest never reaches an address of its own host.
     services_of_site = f"11.9.0.7 (BMC of {row['id']}), 12.0.0.5 (GPUAAS_AWX_URL)"
-    assert (status, found) == ("warn", f"guests of lab.yml reach {services_of_site}")
+    assert (status, found) == ("fail", f"guests of lab.yml reach {services_of_site}")
     with transaction(sound.engine) as conn:
         other = {"id": "other", "name": "other", "address": "11.0.0.8", "netbox": None}
         conn.execute(sa.insert(tables.nodes).values(**{**row, **other}))
@@ -457,6 +457,26 @@ def test_public_addresses_that_guests_reach_are_named(sound: Stack, tmp_path: Pa
     assert found == "guests of lab.yml reach 12.0.0.5 (GPUAAS_AWX_URL)"
     ((status, _found),) = reach(denied_networks=["11.0.0.0/8", "12.0.0.0/8"])
     assert status == "ok"
+    # The API and the gateway are for guests and tenants, also where another service shares theirs.
+    for shared in ({"public_url": "https://12.0.0.5"}, {"member_address": "12.0.0.5:2222"}):
+        settings = settings.model_copy(update=shared)
+        ((status, found),) = reach(denied_networks=["11.0.0.0/8"])
+        assert status == "warn"
+        assert found.endswith("12.0.0.5 (GPUAAS_AWX_URL), which is the API's or the gateway's too")
+        settings = settings.model_copy(update={"public_url": "", "member_address": ""})
+    ((status, _found),) = reach(denied_networks=["11.0.0.0/8"])
+    assert status == "fail"
+
+
+def test_an_installation_whose_guests_reach_its_services_fails(
+    sound: Stack, doctor: Doctor
+) -> None:
+    with transaction(sound.engine) as conn:
+        bmc = {"bmc_address": "11.9.0.7"}
+        conn.execute(sa.update(tables.nodes).values(profile="lab", netbox=bmc))
+    finding = doctor()["guest_reach"]
+    assert finding["status"] == "fail"
+    assert "denied_networks" in finding["remedy"]
 
 
 def test_what_was_not_resolved_or_read_is_not_called_unreachable(

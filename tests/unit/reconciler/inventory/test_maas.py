@@ -185,6 +185,26 @@ def test_a_host_with_the_serial_number_of_another_stops_only_itself(maas: Maas) 
     assert "unsure" not in codes(maas.compare())
 
 
+def test_a_host_without_a_machine_in_maas_takes_no_serial_number_from_one_that_has(
+    maas: Maas,
+) -> None:
+    """It came with a number of its own, so it is no second record of the bound machine."""
+    maas.machines.machine("m2", 2, address="10.0.2.16")
+    maas.report("S1")
+    maas.report("S2", "m2", 2)
+    maas.report("S1", "m2", 2)
+    with transaction(maas.engine) as conn:
+        maas.machines.active(conn)
+    maas.begin(machine(), machine(**{**OTHER, "serial": "Unknown"}))
+    reading = maas.compare()
+    assert codes(reading) == ["serial_twice"]
+    finding = by_code(reading, "serial_twice")
+    assert (finding.expected, finding.found) == ("the host of node m1 only", "m2")
+    assert maas.asked() == ["set_workload_annotations", "lock"]
+    # Neither bound nor written to.
+    assert "nodes bound" not in reading.done
+
+
 def test_a_tenant_locks_the_machine_and_its_end_unlocks_it(maas: Maas) -> None:
     with transaction(maas.engine) as conn:
         key = maas.machines.active(conn)

@@ -625,11 +625,40 @@ def test_a_host_with_the_serial_number_of_another_stops_only_itself(netbox: Pass
             node_records.update(conn, node_id, hardware={"serial": "S1"})
     netbox.begin(*known)
     result = netbox(apply=True)
-    assert (codes(result), result.done) == (["netbox_serial_twice"] * 2, {"devices written": 1})
+    assert (codes(result), result.done) == (["netbox_serial_twice"], {"devices written": 1})
+    assert result.findings[0].subject == "node n2"
     with transaction(netbox.site.engine) as conn:
         node_records.update(conn, "n2", hardware={"serial": "S3"})
     netbox.begin(*known, third)
     assert "netbox_serial_taken" not in codes(netbox())
+
+
+@pytest.mark.parametrize(
+    ("machine", "device_serial", "first", "blocked"),
+    [
+        # MAAS or NetBox knows the machine of n1 by the number; n2 came with another one.
+        ("S1", "", "S2", ["n2"]),
+        ("", "S1", "S2", ["n2"]),
+        ("", "", "S2", ["n1", "n2"]),
+        ("S1", "", "S1", ["n1", "n2"]),
+        # MAAS and NetBox contradict each other.
+        ("S1", "S9", "S2", ["n1", "n2"]),
+    ],
+)
+def test_a_device_is_written_while_another_host_takes_its_serial_number(
+    netbox: Pass, machine: str, device_serial: str, first: str, blocked: list[str]
+) -> None:
+    bound = {"system_id": "abc123", "identity": {"serial": machine}} if machine else None
+    with transaction(netbox.site.engine) as conn:
+        node_records.create(conn, ADMIN, id="n2", address="10.0.2.17")
+        node_records.update(conn, "n1", hardware={"serial": "S1"}, maas=bound)
+        taken = {"serial": "S1"} | ({"first_serial": first} if first != "S1" else {})
+        node_records.update(conn, "n2", hardware=taken)
+    netbox.begin(device("n1", serial=device_serial), device("n2", "10.0.2.17"))
+    result = netbox(apply=True)
+    named = [row.subject for row in result.findings if row.code == "netbox_serial_twice"]
+    assert named == [f"node {id}" for id in blocked]
+    assert result.done == ({"devices written": 1} if blocked == ["n2"] else {})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from reconciler.lifecycle import baremetal, host, installation, slots, task_fail
 from reconciler.lifecycle import launch as launching
 from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
-from reconciler.model.states import NodeMode, TaskKind, TaskState
+from reconciler.model.states import NodeMode, NodeState, TaskKind, TaskState
 from reconciler.records import leasing, nodes, queue, tokens
 from reconciler.settings import Settings
 from reconciler.work import maas as maas_tasks
@@ -244,6 +245,54 @@ def test_a_site_whose_maas_erases_disks_at_each_release(maas: Maas, erased: bool
     assert maas.asked()[-2:] == ["release", "deploy"]
 
 
+@pytest.mark.covers("P11")
+def test_a_site_that_has_maas_erase_the_disks_between_tenants(maas: Maas) -> None:
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    # What is on the disks decides, not the task: a release that failed is asked for again.
+    maas.begin(slow=3, failing={"14": 15})
+    assert maas.play().error["code"] == "maas_failed"
+    maas.begin(machine(status=15))
+    maas.queue()
+    task = maas.play()
+    assert (task.state, maas.asked()) == ("succeeded", ["release", "deploy"])
+    (release,) = maas.fields("release")
+    # Overwritten as a whole where the drive has no erasure of its own.
+    erasure = {name: value for name, value in release.items() if "erase" in name}
+    assert erasure == {"erase": "true", "secure_erase": "true", "quick_erase": "false"}
+    # Not where no tenant was: the disks may have what the site keeps on them.
+    for kind in (DEPLOY, RELEASE):
+        with transaction(maas.engine) as conn:
+            host.maintain(conn, "m1", ADMIN)
+        maas.begin()
+        maas.queue(kind)
+        maas.step()
+        assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+        maas.begin(machine(status=4, owner=""))
+        assert maas.play().state == "succeeded"
+
+
+def test_the_return_of_a_machine_to_maas_erases_no_disk(maas: Maas) -> None:
+    """The release script reads our proof back, which an erasure by the drive may end."""
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    maas.begin(failing={"14": 15})
+    assert maas.play().error["code"] == "maas_failed"
+    maas.begin(machine(status=15))
+    maas.queue(RELEASE)
+    assert maas.play().state == "succeeded"
+    assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+
+
+def test_no_disk_is_erased_while_the_records_know_something_on_it(maas: Maas) -> None:
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", unclean_allocation_id="tenant")
+    assert maas.play().error["code"] == "machine_not_clean"
+    assert "release" not in maas.asked()
+
+
 def test_answers_that_are_lost_are_read_and_not_asked_again(maas: Maas) -> None:
     maas.tenancy()
     maas.begin(lost=["release", "deploy"])
@@ -363,6 +412,67 @@ def test_hosts_with_the_serial_number_of_the_machine_stop_it(maas: Maas) -> None
     maas.queue()
     maas.step()
     assert maas.asked() == ["release"]
+
+
+@pytest.mark.covers("P1")
+def test_a_host_that_takes_the_serial_number_of_a_bound_machine_stops_only_itself(
+    maas: Maas,
+) -> None:
+    """However often it changes the number, and however often it reports none."""
+    maas.machines.machine("m2", 2)
+    maas.maintain()
+    maas.begin()
+    maas.report("S1")
+    for serial in ("S2", "S1", "S2", "0000000", "S1"):
+        maas.report(serial, "m2", 2)
+    with reading(maas.engine) as conn:
+        nodes.require_own_serial(conn, nodes.get(conn, "m1"))
+        with pytest.raises(Problem) as refusal:
+            nodes.require_own_serial(conn, nodes.get(conn, "m2"))
+    assert (refusal.value.code, refusal.value.found) == ("serial_twice", "the same at m1")
+    maas.queue()
+    maas.step()
+    assert maas.asked() == ["release"]
+
+
+def test_a_serial_number_is_nobodys_while_its_first_host_is_unknown(maas: Maas) -> None:
+    """Two records of one machine report the same from the beginning."""
+
+    def refused() -> list[str]:
+        codes = []
+        for id in ("m1", "m2"):
+            with reading(maas.engine) as conn, suppress(Problem):
+                nodes.require_own_serial(conn, nodes.get(conn, id))
+                continue
+            codes.append(id)
+        return codes
+
+    maas.machines.machine("m2", 2)
+    bound = maas.node().maas
+    maas.report("S1")
+    maas.report("S1", "m2", 2)
+    assert refused() == ["m1", "m2"]
+    maas.report("S2", "m2", 2)
+    assert refused() == []
+    # The number that m2 reported first.
+    maas.report("S1", "m2", 2)
+    assert refused() == ["m1", "m2"]
+    for first in ("S2", "S1"):
+        with transaction(maas.engine) as conn:
+            nodes.update(conn, "m2", hardware={"serial": first})
+            nodes.update(conn, "m1", maas=None)
+        maas.report("S1", "m2", 2)
+        assert refused() == ["m1", "m2"], "m1 is not bound"
+    # The host of m1 has changed its number, too.
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", hardware={"serial": "S9"}, maas=bound)
+        nodes.update(conn, "m2", hardware={"serial": "S2"})
+    maas.report("S1")
+    maas.report("S1", "m2", 2)
+    assert refused() == ["m1", "m2"]
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m2", state=NodeState.RETIRED)
+        nodes.require_own_serial(conn, nodes.get(conn, "m1"))
 
 
 def test_the_serial_number_that_a_tenants_installation_reports_is_not_believed(maas: Maas) -> None:
