@@ -103,6 +103,38 @@ for number in range(10000):
     if number % 5 == 0:
         handle.send(bytes([255] * 6) + own + b"\\x08\\x06" + bytes(46))
 """
+# On the host: bytes as of a guest's console, into the pipe between its QEMU and virtlogd. A guest's
+# own serial port is too slow for them on an emulated host. Prints size and number of the logs.
+CONSOLE_FLOOD = """
+import fcntl, glob, os, struct, subprocess, sys, termios, time
+domain, log, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def pid(*words):
+    return subprocess.check_output(["pgrep", *words], text=True).strip()
+def pipes(folder):
+    links = {}
+    for entry in os.scandir(folder):
+        try:
+            links[os.readlink(entry.path)] = entry.path
+        except FileNotFoundError:
+            pass
+    return {link: path for link, path in links.items() if link.startswith("pipe:")}
+qemu = pid("-f", f"qemu.*guest={domain},")
+# virtlogd takes QEMU's own messages too.
+own = {os.readlink(f"/proc/{qemu}/fd/{number}") for number in (1, 2)}
+written = pipes(f"/proc/{qemu}/fd")
+(console,) = set(written) & set(pipes(f"/proc/{pid('-x', 'virtlogd')}/fd")) - own
+with open(written[console], "wb", buffering=0) as handle:
+    left = size
+    while left:
+        left -= handle.write(b"x" * min(left, 1 << 16))
+    while struct.unpack("i", fcntl.ioctl(handle, termios.FIONREAD, bytes(4)))[0]:
+        time.sleep(0.1)
+time.sleep(1)
+logs = glob.glob(f"{log}*")
+print(sum(map(os.path.getsize, logs)), len(logs))
+"""
+# More than virtlogd's defaults: 2 MiB of a log, and three rotated ones.
+CONSOLE_BYTES, CONSOLE_LIMIT, CONSOLE_LOGS = 10 << 20, 8 << 20, 4
 QOS_ROWS = ("ovs-vsctl", "--timeout=60", "--bare", "--columns=_uuid", "list", "QoS")
 
 
@@ -239,7 +271,7 @@ def test_an_active_allocation_is_not_force_cleaned(stage: Stage, story: Chapter)
     assert refusal(stage, lambda: stage.api().post(path, body)) == "allocation_active"
 
 
-@pytest.mark.covers("SLICE-3", "SLICE-4")
+@pytest.mark.covers("SLICE-3", "SLICE-4", "P12")
 def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     story.needs("slices")
     evidence = slice_steps.login(stage)
@@ -247,7 +279,25 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     (gpu,) = evidence["gpu"]["gpus"]
     assert gpu["remains"]["ok"], gpu
     assert slice_steps.in_guest(stage, "cat /etc/own") == "kept"
+    # The host can run virtual machines, and hands this on to no guest.
+    host = stage.on_host("grep", "-m1", "^flags", "/proc/cpuinfo").split()
+    guest = slice_steps.in_guest(stage, "grep -m1 ^flags /proc/cpuinfo").split()
+    assert {"svm", "vmx"} & set(host) and "fpu" in guest
+    assert not {"svm", "vmx"} & set(guest), guest
     story.done["login"] = evidence
+
+
+@pytest.mark.covers("P12")
+def test_a_guests_console_cannot_fill_the_hosts_disk(stage: Stage, story: Chapter) -> None:
+    """By the virtlogd that runs, which goes on with the console afterwards."""
+    story.needs("login")
+    allocation = stage.facts["allocation"]["id"]
+    domain, log = _object_names.domain_name(allocation), _object_names.console_path(allocation)
+    words = ("python3", "-", domain, log, str(CONSOLE_BYTES))
+    size, number = map(int, stage.on_host(*words, stdin=CONSOLE_FLOOD).split())
+    assert (number, size <= CONSOLE_LIMIT) == (CONSOLE_LOGS, True), (size, number)
+    slice_steps.in_guest(stage, "sudo sh -c 'echo still heard > /dev/ttyS0'")
+    assert "still heard" in stage.on_host("tail", "-c", "4096", log)
 
 
 @pytest.mark.covers("SLICE-9", "HOST-6")
