@@ -12,12 +12,14 @@ stays for test_upkeep.py.
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 
 from lab.command import LabError
 from lab.demo import slice_steps
@@ -422,7 +424,7 @@ def test_a_flood_of_hardware_addresses_fills_no_table_of_the_switch(
 ) -> None:
     """In the kernel's datapath, where each refused frame of its own kind would be a flow."""
     flooding, neighbour = attacks.slices
-    before = _refused(stage, flooding.port)
+    before, meters = _refused(stage, flooding.port), _meters(stage)
     slice_steps.in_guest(stage, "sudo python3 -", FLOOD, allocation=flooding.allocation)
     refused = {
         kind: packets - before[kind] for kind, packets in _refused(stage, flooding.port).items()
@@ -432,6 +434,23 @@ def test_a_flood_of_hardware_addresses_fills_no_table_of_the_switch(
     assert len(flows.splitlines()) < 300, flows[:2000]
     asked = slice_steps.in_guest(stage, "id -un", allocation=neighbour.allocation)
     assert asked.strip() == slice_steps.USER
+    # Both guests have answered through their meters, which the kernel has.
+    after = _meters(stage)
+    for each in (flooding, neighbour):
+        number = stage.on_host("ovs-vsctl", "get", "Interface", each.port, "ofport").strip()
+        rate, packets = after[number]
+        assert rate == _baseline_files.PACKETS_PER_SECOND
+        assert packets > meters[number][1], (each.port, meters, after)
+
+
+def _meters(stage: Stage) -> dict[str, tuple[int, int]]:
+    """Packets per second, and packets so far, of each meter of the datapath by its number."""
+    ask = ("ovs-ofctl", "--protocols=OpenFlow13")
+    rates = stage.on_host(*ask, "dump-meters", "ovsbr0")
+    counts = stage.on_host(*ask, "meter-stats", "ovsbr0")
+    packets = dict(re.findall(r"^meter:([0-9]+) .*?packet_in_count:([0-9]+)", counts, re.MULTILINE))
+    limits = re.findall(r"^meter=([0-9]+) pktps .*\n.* rate=([0-9]+)$", rates, re.MULTILINE)
+    return {number: (int(rate), int(packets[number])) for number, rate in limits}
 
 
 def _refused(stage: Stage, port: str) -> dict[str, int]:
