@@ -15,6 +15,9 @@ description:
     UUID is never taken for that of a disk of the host.
   - Has LVM ignore the approved disks by a block of C(/etc/lvm/lvmlocal.conf). A filter of the
     site's own is kept instead, with a warning.
+  - Has mdadm assemble no array but those of its ARRAY lines, by a block of C(mdadm.conf), because
+    its script in the initramfs reads all disks. Where an array of the host has no such line, or the
+    site has an AUTO line of its own, nothing is written and a warning says so.
   - Has GRUB's C(os-prober) leave all disks alone, and builds the initramfs anew, so that all of it
     holds from the first second of a boot.
   - Warns where the host imports ZFS pools of any disk.
@@ -48,7 +51,7 @@ done:
   returned: always
   type: list
   elements: str
-  sample: [write_rules, filter_lvm, quiet_os_prober, update_initramfs]
+  sample: [write_rules, filter_lvm, limit_mdadm, quiet_os_prober, update_initramfs]
 """
 
 from ansible.module_utils.basic import AnsibleModule

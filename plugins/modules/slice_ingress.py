@@ -338,13 +338,15 @@ def _rule(params: _change.Params) -> _ingress.Rule | None:
 
 def _flows_to_load(settings: _change.Params, guard: _flows.Guard | None) -> list[_change.Step]:
     """The step by which the allocation's port follows its file. Other slices may change meanwhile,
-    so their ports and the whole firewall are not compared.
+    so their ports and the whole firewall are not compared. A switch that has just started gets the
+    flows of all ports at once.
     """
     if not settings or guard is None:
         return []
     state = _guards.observe(settings, with_firewall=False)
     steps = _guards.plan(settings, state) if state else []
-    return [step for step in steps if (step.name, step.subject) == ("guard_port", guard.port)]
+    own = ("guard_port", guard.port)
+    return [s for s in steps if s.name == "guard_bridge" or (s.name, s.subject) == own]
 
 
 def _probe(ip: str, port: int, deadline: float) -> float:

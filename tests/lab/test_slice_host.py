@@ -32,6 +32,7 @@ mdadm -q --create /dev/md/t --run --level=1 --raid-devices=2 --metadata=1.2 "$di
 mdadm -q --stop /dev/md/t
 settle
 blkid -p -s TYPE -o value "$disk"
+mdadm -q --assemble --scan || true
 grep -c '^md' /proc/mdstat || true
 blkdiscard --zeroout "$disk"
 open='devices { global_filter = [ "a|.*|" ] }'

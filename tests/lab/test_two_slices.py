@@ -12,6 +12,7 @@ stays for test_upkeep.py.
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _tuning_profiles
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
 
 from lab.command import LabError
 from lab.demo import slice_steps
@@ -108,6 +110,38 @@ for number in range(10000):
     if number % 5 == 0:
         handle.send(bytes([255] * 6) + own + b"\\x08\\x06" + bytes(46))
 """
+# On the host: bytes as of a guest's console, into the pipe between its QEMU and virtlogd. A guest's
+# own serial port is too slow for them on an emulated host. Prints size and number of the logs.
+CONSOLE_FLOOD = """
+import fcntl, glob, os, struct, subprocess, sys, termios, time
+domain, log, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def pid(*words):
+    return subprocess.check_output(["pgrep", *words], text=True).strip()
+def pipes(folder):
+    links = {}
+    for entry in os.scandir(folder):
+        try:
+            links[os.readlink(entry.path)] = entry.path
+        except FileNotFoundError:
+            pass
+    return {link: path for link, path in links.items() if link.startswith("pipe:")}
+qemu = pid("-f", f"qemu.*guest={domain},")
+# virtlogd takes QEMU's own messages too.
+own = {os.readlink(f"/proc/{qemu}/fd/{number}") for number in (1, 2)}
+written = pipes(f"/proc/{qemu}/fd")
+(console,) = set(written) & set(pipes(f"/proc/{pid('-x', 'virtlogd')}/fd")) - own
+with open(written[console], "wb", buffering=0) as handle:
+    left = size
+    while left:
+        left -= handle.write(b"x" * min(left, 1 << 16))
+    while struct.unpack("i", fcntl.ioctl(handle, termios.FIONREAD, bytes(4)))[0]:
+        time.sleep(0.1)
+time.sleep(1)
+logs = glob.glob(f"{log}*")
+print(sum(map(os.path.getsize, logs)), len(logs))
+"""
+# More than virtlogd's defaults: 2 MiB of a log, and three rotated ones.
+CONSOLE_BYTES, CONSOLE_LIMIT, CONSOLE_LOGS = 10 << 20, 8 << 20, 4
 QOS_ROWS = ("ovs-vsctl", "--timeout=60", "--bare", "--columns=_uuid", "list", "QoS")
 
 
@@ -247,7 +281,7 @@ def test_an_active_allocation_is_not_force_cleaned(stage: Stage, story: Chapter)
     assert refusal(stage, lambda: stage.api().post(path, body)) == "allocation_active"
 
 
-@pytest.mark.covers("SLICE-3", "SLICE-4")
+@pytest.mark.covers("SLICE-3", "SLICE-4", "P12")
 def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     story.needs("slices")
     evidence = slice_steps.login(stage)
@@ -255,6 +289,11 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     (gpu,) = evidence["gpu"]["gpus"]
     assert gpu["remains"]["ok"], gpu
     assert slice_steps.in_guest(stage, "cat /etc/own") == "kept"
+    # The host can run virtual machines, and hands this on to no guest.
+    host = stage.on_host("grep", "-m1", "^flags", "/proc/cpuinfo").split()
+    guest = slice_steps.in_guest(stage, "grep -m1 ^flags /proc/cpuinfo").split()
+    assert {"svm", "vmx"} & set(host) and "fpu" in guest
+    assert not {"svm", "vmx"} & set(guest), guest
     story.done["login"] = evidence
 
 
@@ -269,6 +308,19 @@ def test_a_guest_is_tuned_if_its_profile_says_so(stage: Stage, story: Chapter) -
     expected = [*TUNING.sysctl.values(), TUNING.memlock]
     assert [line.split() for line in tuned] == [value.split() for value in expected]
     assert not set(tuned) & set(plain)
+
+
+@pytest.mark.covers("P12")
+def test_a_guests_console_cannot_fill_the_hosts_disk(stage: Stage, story: Chapter) -> None:
+    """By the virtlogd that runs, which goes on with the console afterwards."""
+    story.needs("login")
+    allocation = stage.facts["allocation"]["id"]
+    domain, log = _object_names.domain_name(allocation), _object_names.console_path(allocation)
+    words = ("python3", "-", domain, log, str(CONSOLE_BYTES))
+    size, number = map(int, stage.on_host(*words, stdin=CONSOLE_FLOOD).split())
+    assert (number, size <= CONSOLE_LIMIT) == (CONSOLE_LOGS, True), (size, number)
+    slice_steps.in_guest(stage, "sudo sh -c 'echo still heard > /dev/ttyS0'")
+    assert "still heard" in stage.on_host("tail", "-c", "4096", log)
 
 
 @pytest.mark.covers("SLICE-9", "HOST-6")
@@ -393,7 +445,7 @@ def test_a_flood_of_hardware_addresses_fills_no_table_of_the_switch(
 ) -> None:
     """In the kernel's datapath, where each refused frame of its own kind would be a flow."""
     flooding, neighbour = attacks.slices
-    before = _refused(stage, flooding.port)
+    before, meters = _refused(stage, flooding.port), _meters(stage)
     slice_steps.in_guest(stage, "sudo python3 -", FLOOD, allocation=flooding.allocation)
     refused = {
         kind: packets - before[kind] for kind, packets in _refused(stage, flooding.port).items()
@@ -403,6 +455,23 @@ def test_a_flood_of_hardware_addresses_fills_no_table_of_the_switch(
     assert len(flows.splitlines()) < 300, flows[:2000]
     asked = slice_steps.in_guest(stage, "id -un", allocation=neighbour.allocation)
     assert asked.strip() == slice_steps.USER
+    # Both guests have answered through their meters, which the kernel has.
+    after = _meters(stage)
+    for each in (flooding, neighbour):
+        number = stage.on_host("ovs-vsctl", "get", "Interface", each.port, "ofport").strip()
+        rate, packets = after[number]
+        assert rate == _baseline_files.PACKETS_PER_SECOND
+        assert packets > meters[number][1], (each.port, meters, after)
+
+
+def _meters(stage: Stage) -> dict[str, tuple[int, int]]:
+    """Packets per second, and packets so far, of each meter of the datapath by its number."""
+    ask = ("ovs-ofctl", "--protocols=OpenFlow13")
+    rates = stage.on_host(*ask, "dump-meters", "ovsbr0")
+    counts = stage.on_host(*ask, "meter-stats", "ovsbr0")
+    packets = dict(re.findall(r"^meter:([0-9]+) .*?packet_in_count:([0-9]+)", counts, re.MULTILINE))
+    limits = re.findall(r"^meter=([0-9]+) pktps .*\n.* rate=([0-9]+)$", rates, re.MULTILINE)
+    return {number: (int(rate), int(packets[number])) for number, rate in limits}
 
 
 def _refused(stage: Stage, port: str) -> dict[str, int]:

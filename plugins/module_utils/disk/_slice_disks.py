@@ -1,4 +1,4 @@
-"""Approved disks of slices, which the host must not act on: udev rule, LVM filter, boot menu.
+"""Approved disks of slices, which the host must not act on: udev rule, LVM filter, md, boot menu.
 
 A tenant may write an md superblock, a physical volume or a copy of a host's label on its disk. udev
 reads the disk whenever its QEMU closes it, and at every boot, and would activate what it finds.
@@ -27,6 +27,9 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _disk
 RULES = "/etc/udev/rules.d/62-gpuaas-slice-disks.rules"
 # LVM merges it over lvm.conf.
 LVM = "/etc/lvm/lvmlocal.conf"
+# mdadm reads the second one where the first one is missing. The initramfs takes no file of its
+# folder mdadm.conf.d.
+MDADM, OTHER_MDADM = "/etc/mdadm/mdadm.conf", "/etc/mdadm.conf"
 # os-prober mounts every filesystem that it finds, for an entry in the boot menu.
 GRUB = "/etc/default/grub.d/62-gpuaas-slice-disks.cfg"
 INITRAMFS_TOOLS = "/etc/initramfs-tools"
@@ -35,6 +38,9 @@ BUILT = f"{_host.STATE_DIRECTORY}/slice-disks-initramfs"
 # Imports every pool that it finds on any disk, by name.
 ZFS_SCAN = "/etc/systemd/system/zfs-import.target.wants/zfs-import-scan.service"
 _SITE_FILTER = re.compile(r"^\s*(devices/)?global_filter\s*=", re.MULTILINE)
+# Keywords of mdadm may have three characters or more, in either case.
+_SITE_AUTO = re.compile(r"^auto?\s+(.*)", re.MULTILINE | re.IGNORECASE)
+_UUID = re.compile(r"\bUUID=([0-9a-f:]+)", re.IGNORECASE)
 _NAME = re.compile(r"/dev/(disk/by-id/[A-Za-z0-9][A-Za-z0-9._:+-]*)")
 _HEAD = "# Written by the gpuaas.slice collection: the host leaves the disks of slices alone.\n"
 _MENU = f"{_HEAD}GRUB_DISABLE_OS_PROBER=true\n"
@@ -65,6 +71,10 @@ class State:
     built: str
     zfs_scan: bool
     used: tuple[str, ...] = ()
+    md: bool = False
+    md_file: str = MDADM
+    md_text: str = ""
+    md_arrays: tuple[str, ...] = ()
 
 
 def names(slots: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -102,8 +112,69 @@ def lvm_block(disks: Iterable[str]) -> str:
     return _managed_block.render(rows) if patterns else ""
 
 
+def md_block() -> str:
+    """The managed block of mdadm's configuration.
+
+    The second line names no array. Without any such line the initramfs gets a list of all arrays
+    that a scan of all disks finds, those of tenants too, in place of the file (Debian's hook).
+    """
+    nobody = ":".join(["0" * 8] * 4)
+    return _managed_block.render(["AUTO -all", f"ARRAY <ignore> UUID={nobody}"])
+
+
+def md_config() -> str:
+    """The file that mdadm reads."""
+    there = [path for path in (MDADM, OTHER_MDADM) if _host.path(path).is_file()]
+    return there[0] if there else MDADM
+
+
+def _has_mdadm() -> bool:
+    return _host.path(MDADM).parent.is_dir()
+
+
+def _md_arrays() -> tuple[str, ...]:
+    """UUIDs of all arrays that run on the host; without mdadm none is assembled by it."""
+    if not _has_mdadm() or not re.search(r"^md\S+ :", _text("/proc/mdstat"), re.MULTILINE):
+        return ()
+    return tuple(_uuids(_command.run(["mdadm", "--detail", "--scan"]).out))
+
+
+def _uuids(text: str) -> list[str]:
+    return [uuid.lower() for uuid in _UUID.findall(text)]
+
+
+def _md_lines(text: str) -> str:
+    """The site's lines of mdadm's configuration, without comments, each on one line."""
+    site = re.sub(r"#.*", "", _managed_block.without_block(text))
+    return re.sub(r"\n[ \t]+", " ", site)
+
+
+def _md_doubt(state: State) -> Refusal | None:
+    """Why the block cannot be written; None where it can."""
+    lines = _md_lines(state.md_text)
+    # mdadm obeys the first such line alone.
+    first = _SITE_AUTO.search(lines)
+    if first and first[1].split() != ["-all"]:
+        return Refusal(
+            "md_auto_of_site",
+            expected=f"no AUTO line in {state.md_file}, or `AUTO -all`",
+            found=f"the site's `AUTO {first[1].strip()[:200]}`, which is kept",
+            remedy="list the host's arrays in ARRAY lines and make it `AUTO -all`; udev assembles"
+            " no array of the approved disks",
+        )
+    if missing := sorted({*state.md_arrays} - {*_uuids(lines)}):
+        return Refusal(
+            "md_arrays_not_listed",
+            expected=f"an ARRAY line in {state.md_file} for each array of the host",
+            found=f"none for {', '.join(missing)[:200]}",
+            remedy="append the lines of `mdadm --detail --scan` that are the host's own, then run"
+            " the bind_topology playbook again",
+        )
+    return None
+
+
 def read() -> State:
-    local = _text(LVM)
+    local, md_file = _text(LVM), md_config()
     site = _managed_block.without_block(local) + "\n" + _text("/etc/lvm/lvm.conf")
     return State(
         rules=_text(RULES),
@@ -120,6 +191,10 @@ def read() -> State:
             for entry in _ledger.entries()
             if entry.disk_identity and entry.used
         ),
+        md=_has_mdadm(),
+        md_file=md_file,
+        md_text=_text(md_file),
+        md_arrays=_md_arrays(),
     )
 
 
@@ -146,8 +221,11 @@ def _steps(params: _change.Params, state: State) -> list[_change.Step]:
     block = lvm_block(disks) if state.lvm and not state.filtered else ""
     if (before := _managed_block.block_of(state.local)) != block:
         steps.append(_change.Step("filter_lvm", LVM, before, block))
+    arrays = md_block() if state.md and disks and not _md_doubt(state) else ""
+    if (before := _managed_block.block_of(state.md_text)) != arrays:
+        steps.append(_change.Step("limit_mdadm", state.md_file, before, arrays))
     # Without slots nothing is built; the next build by another program leaves the files out.
-    digest = _digest(wanted, block)
+    digest = _digest(wanted, block, *([arrays] if arrays else []))
     if state.initramfs and disks and (steps or state.built != digest):
         steps.append(_change.Step("update_initramfs", "initramfs", state.built, digest))
     menu = _MENU if state.grub and disks else ""
@@ -173,8 +251,9 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         found="zfs-import-scan.service is enabled, which a tenant can give a pool of any name",
         remedy="disable it: systemctl disable zfs-import-scan.service",
     )
-    rows = ((state.filtered, doubt), (state.zfs_scan, scan))
-    doubts = tuple(row for applies, row in rows if applies and params["slots"])
+    md = _md_doubt(state) if state.md else None
+    rows = (doubt if state.filtered else None, scan if state.zfs_scan else None, md)
+    doubts = tuple(row for row in rows if row and params["slots"])
     return _change.Plan(tuple(_steps(params, state)), doubts=doubts)
 
 
@@ -192,8 +271,8 @@ def apply(_params: _change.Params, step: _change.Step) -> None:
         _put(RULES, step.after)
         _command.run(["udevadm", "control", "--reload"])
     else:
-        site = _managed_block.without_block(_text(LVM))
-        _put(LVM, _managed_block.with_block(site, step.after) if step.after else site)
+        site = _managed_block.without_block(_text(step.subject))
+        _put(step.subject, _managed_block.with_block(site, step.after) if step.after else site)
 
 
 def _put(path: str, text: str) -> None:

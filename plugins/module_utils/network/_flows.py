@@ -272,9 +272,44 @@ def guards(bridge: str) -> Counter[str]:
     return Counter({c: len(flows) for c, flows in every(bridge).items() if c not in others})
 
 
-def install_base(bridge: str) -> None:
-    """Replace the bridge's own flows, and whatever carries their cookie, in one transaction."""
-    _replace(bridge, [f"delete cookie={BASE_COOKIE}/-1"], BASE_COOKIE, BASE)
+@dataclass(frozen=True)
+class Load:
+    """Flows that replace those with their cookie. stale: other flows that they replace."""
+
+    cookie: str
+    flows: frozenset[Flow]
+    stale: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        texts = sorted(flow.text() for flow in self.flows)
+        deleted = [f"delete {match}" for match in (*self.stale, f"cookie={self.cookie}/-1")]
+        return [*deleted, *[f"add cookie={self.cookie},{text}" for text in texts]]
+
+
+def load_of(
+    guard: Guard,
+    port: int,
+    local_addresses: Iterable[str],
+    egress: Egress = Egress(),
+    ingress: Iterable[_ingress.Rule] = (),
+) -> Load:
+    """Set the port's limits; returns its flows for `load`.
+
+    Port numbers are reused, so rules that another allocation left for this number are deleted too.
+    """
+    flows = rules(guard, port, local_addresses, egress, ingress)
+    # Both limits come before the flows, so that a run that ends in between leaves the port shut.
+    _packet_limit.install(guard.bridge, port, egress.packets_per_second)
+    _appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
+    return Load(guard.cookie, flows, (f"in_port={port}", f"out_port={port}"))
+
+
+def load(bridge: str, *loads: Load) -> None:
+    """Replace the flows in one transaction. Open connections keep their state."""
+    lines = [line for each in loads for line in each.lines()]
+    ofctl("--bundle", "add-flows", bridge, "-", stdin="\n".join(lines) + "\n")
+    # The datapath caches decisions for up to half a second; for MPLS they were seen to stay.
+    _appctl("revalidator/purge")
 
 
 def install(
@@ -284,22 +319,10 @@ def install(
     egress: Egress = Egress(),
     ingress: Iterable[_ingress.Rule] = (),
 ) -> int:
-    """Replace the port's rules in one transaction; returns their number.
-
-    Port numbers are reused, so rules that another allocation left for this number are deleted too.
-    Open connections keep their state.
-    """
-    flows = rules(guard, port, local_addresses, egress, ingress)
-    # Both limits come before the flows, so that a run that ends in between leaves the port shut.
-    _packet_limit.install(guard.bridge, port, egress.packets_per_second)
-    _appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
-    stale = [
-        f"delete in_port={port}",
-        f"delete out_port={port}",
-        f"delete cookie={guard.cookie}/-1",
-    ]
-    _replace(guard.bridge, stale, guard.cookie, flows)
-    return len(flows)
+    """Set the port's limits and replace its rules in one transaction; returns their number."""
+    rules_of_port = load_of(guard, port, local_addresses, egress, ingress)
+    load(guard.bridge, rules_of_port)
+    return len(rules_of_port.flows)
 
 
 def connection_limits() -> dict[int, int]:
@@ -319,13 +342,6 @@ def tracks_connections(bridge: str) -> bool:
 def forget_connections(port: int) -> None:
     """Delete the connections in the port's zone, for the next guest with this number."""
     _appctl("dpctl/flush-conntrack", f"zone={port}")
-
-
-def _replace(bridge: str, stale: list[str], cookie: str, flows: Iterable[Flow]) -> None:
-    lines = [*stale, *[f"add cookie={cookie},{text}" for text in sorted(f.text() for f in flows)]]
-    ofctl("--bundle", "add-flows", bridge, "-", stdin="\n".join(lines) + "\n")
-    # The datapath caches decisions for up to half a second; for MPLS they were seen to stay.
-    _appctl("revalidator/purge")
 
 
 def remove(bridge: str, cookie: str) -> None:
@@ -493,3 +509,5 @@ BASE = frozenset(
         _new("icmp,icmp_type=8"),
     ]
 )
+# They replace whatever carries their cookie.
+BASE_LOAD = Load(BASE_COOKIE, BASE)

@@ -173,17 +173,24 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
     steps = []
     if not state.secure:
         steps.append(_change.Step("secure_bridge", f"{bridge} fail mode", "open", "secure"))
-    base = state.flows.get(_flows.BASE_COOKIE, frozenset())
-    if base != _flows.BASE:
-        steps.append(
-            _change.Step("guard_bridge", f"{bridge} flows", _texts(base), _texts(_flows.BASE))
-        )
     # Before guards are loaded, because port numbers are reused.
     steps += [
         _change.Step("remove_flows", f"flows {cookie}", _texts(flows), [])
         for cookie, flows in sorted(state.flows.items())
         if cookie not in state.expected and cookie != _flows.BASE_COOKIE
     ]
+    # Without its own flows the switch has just started, and lacks those of the ports too.
+    started = state.flows.get(_flows.BASE_COOKIE, frozenset()) != _flows.BASE
+    if started:
+        installed = [state.flows.get(cookie, frozenset()) for cookie in state.expected]
+        steps.append(
+            _change.Step(
+                "guard_bridge",
+                f"{bridge} flows",
+                _texts(frozenset().union(*installed)),
+                _texts(frozenset().union(*state.expected.values())),
+            )
+        )
     guarded = {guard.port for cookie, guard in state.guards.items() if cookie in state.expected}
     steps += [
         _change.Step("remove_filter", port, text, None)
@@ -192,7 +199,7 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
     ]
     for cookie, guard in sorted(state.guards.items()):
         expected = state.expected.get(cookie)
-        if expected is None:
+        if expected is None or started:
             continue
         number, flows = state.ports[guard.port], state.flows.get(cookie, frozenset())
         rates = _shown(state.limits.get(number, 0), state.connections, number)
@@ -220,7 +227,7 @@ def apply(params: Params, step: _change.Step) -> None:
     if step.name == "secure_bridge":
         _command.run(["ovs-vsctl", "--timeout=10", "set-fail-mode", bridge, "secure"])
     elif step.name == "guard_bridge":
-        _flows.install_base(bridge)
+        _guard_bridge(params)
     elif step.name == "remove_flows":
         cookie = step.subject.removeprefix("flows ")
         with _one_writer():
@@ -246,14 +253,51 @@ def apply(params: Params, step: _change.Step) -> None:
         _host_connections.install(bridge)
 
 
+def _guard_bridge(params: Params) -> None:
+    """Load the flows of the bridge and of all its guarded ports in one transaction.
+
+    A port that fails stays shut and keeps no other one shut; its refusal is raised at the end.
+    """
+    bridge = params["bridge"]
+    loads: list[_flows.Load] = []
+    failures: list[Refusal] = []
+    with _one_writer():
+        local = _flows.local_addresses()
+        for guard, number in _plugged(params):
+            try:
+                loads.append(_load_of(params, guard, number, local))
+            except Refusal as refusal:
+                failures.append(refusal)
+        try:
+            _flows.load(bridge, _flows.BASE_LOAD, *loads)
+        except Refusal:
+            # The transaction is all or nothing, so a flow that the switch refuses would keep every
+            # port shut. A switch that does not answer refuses the bridge's own flows too.
+            _flows.load(bridge, _flows.BASE_LOAD)
+            for load_of_port in loads:
+                try:
+                    _flows.load(bridge, load_of_port)
+                except Refusal as refusal:
+                    failures.append(refusal)
+    if failures:
+        raise failures[0]
+
+
+def _plugged(params: Params) -> list[tuple[_flows.Guard, int]]:
+    """Each guard whose port is on the bridge now, with the port's number."""
+    numbers = _flows.ports()
+    return [
+        (guard, numbers[guard.port])
+        for guard in _with_probe(params).values()
+        if numbers.get(guard.port) and guard.bridge == params["bridge"]
+    ]
+
+
 def _on_bridge(params: Params) -> set[str]:
     """Cookie and port of each guard whose port is on the bridge now: since the ports were read, the
     start hook of a slice may have loaded its guard.
     """
-    numbers = _flows.ports()
-    guards = _with_probe(params).values()
-    there = [g for g in guards if numbers.get(g.port) and g.bridge == params["bridge"]]
-    return {name for guard in there for name in (guard.cookie, guard.port)}
+    return {name for guard, _number in _plugged(params) for name in (guard.cookie, guard.port)}
 
 
 def rules_of(
@@ -266,10 +310,16 @@ def rules_of(
 def install(params: Params, guard: _flows.Guard, number: int) -> int:
     """Replace the port's filter and flows; returns the number of flows."""
     with _one_writer():
-        if guard.allocation_id != _flows.PROBE_ID:
-            _port_filter.install(guard)
-        local, egress = _flows.local_addresses(), egress_of(params, guard)
-        return _flows.install(guard, number, local, egress, ingress_of(guard))
+        flows = _load_of(params, guard, number, _flows.local_addresses())
+        _flows.load(guard.bridge, flows)
+        return len(flows.flows)
+
+
+def _load_of(params: Params, guard: _flows.Guard, number: int, local: list[str]) -> _flows.Load:
+    """Replace the port's filter and limits; returns its flows."""
+    if guard.allocation_id != _flows.PROBE_ID:
+        _port_filter.install(guard)
+    return _flows.load_of(guard, number, local, egress_of(params, guard), ingress_of(guard))
 
 
 def _filter_of(guard: _flows.Guard) -> str:

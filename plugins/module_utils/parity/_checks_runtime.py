@@ -117,7 +117,7 @@ def nvme_ownership(facts: Facts) -> Verdict:
 
 
 def slice_disks(facts: Facts) -> Verdict:
-    """udev and LVM leave the approved disks alone, whatever a tenant wrote on them."""
+    """udev, LVM and mdadm leave the approved disks alone, whatever a tenant wrote on them."""
     # A run by hand without slots does not know the approved disks.
     problems = _slice_disks.problems(facts.slots) if facts.slots else []
     return verdict(problems, f"{len(facts.slots)} disks")

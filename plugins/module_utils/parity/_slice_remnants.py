@@ -220,11 +220,12 @@ def _binding(facts: Facts) -> Iterator[Item]:
 
 
 def _disks(_facts: Facts) -> Iterator[Item]:
-    """udev and LVM act on the disks of slices again."""
+    """udev, LVM and mdadm act on the disks of slices again."""
     yield _gone("slice_disks", _slice_disks.RULES)
     yield _gone("slice_disks", _slice_disks.GRUB)
-    block = _managed_block.block_of(_host.kept(_slice_disks.LVM) or "")
-    yield _none("slice_disks", _slice_disks.LVM, ["a block of ours"] if block else [])
+    for path in (_slice_disks.LVM, _slice_disks.MDADM, _slice_disks.OTHER_MDADM):
+        block = _managed_block.block_of(_host.kept(path) or "")
+        yield _none("slice_disks", path, ["a block of ours"] if block else [])
 
 
 def _kernel(facts: Facts) -> Iterator[Item]:

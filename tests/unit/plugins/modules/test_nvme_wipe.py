@@ -5,12 +5,14 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change, _ledger
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _device, _mounting, _proof
+from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _nvme_disks
 from ansible_collections.gpuaas.slice.plugins.modules import nvme_wipe
 
 MIB = 1 << 20
@@ -335,6 +337,46 @@ def test_a_disk_that_looks_like_the_hosts_is_wiped_without_a_person(
     assert outcome.failure is None, outcome.failure
     assert not any(bench.read("nvme1n1", 0, 48 * MIB))
     assert outcome.facts["proofs"]["slot-0"]["verified"]
+    assert not _ledger.load("slot-0").dirty and not wipe().changed
+
+
+@pytest.mark.covers("I7", "HOST-9", "SLICE-6")
+def test_an_efi_partition_on_a_real_disk_is_wiped_and_the_disk_sold_again(
+    loop, tree: Path, tmp_path: Path
+) -> None:
+    """By the kernel's own partitions, with the discovery before and after."""
+    links = tree / "dev/disk/by-id"
+    links.mkdir(parents=True)
+    (links / f"nvme-{DISK}").symlink_to(f"../../{loop.name}")
+    table = f'label: gpt\nstart=2048, size=65536, type={ESP}, uuid={HOST_ROOT}, name="root"\n'
+    # The kernel has this partition already, because it may lack a reader of tables.
+    quiet = ("--quiet", "--no-reread", "--no-tell-kernel", "--wipe=never")
+    subprocess.run(("sfdisk", *quiet, str(loop.device)), input=table, text=True, check=True)
+    # In a file first, because mkfs.vfat refuses a disk with partitions.
+    content = tmp_path / "efi"
+    content.touch()
+    os.truncate(content, 32 * MIB)
+    loop.run("mkfs.vfat", "-n", "EFI", str(content))
+    with loop.device.open("r+b") as handle:
+        handle.seek(MIB)
+        handle.write(content.read_bytes())
+
+    def discovered() -> dict[str, Any]:
+        rows = {row["kernel_name"]: row for row in _nvme_disks.disks([])}
+        return rows[loop.name]
+
+    before = discovered()
+    assert before["children"] == [f"{loop.name}p1"]
+    assert {"gpt", "vfat"} <= set(before["filesystems"].values())
+    codes = {row["code"] for row in before["blockers"]}
+    assert codes == {"partitions_present", "unexpected_filesystem"}
+    _ledger.mark_dirty("slot-0", fence=3, disk_identity=DISK)
+    outcome = wipe(methods=["user_data_erase", "zero_fill"])
+    assert outcome.failure is None, outcome.failure
+    assert outcome.facts["proofs"]["slot-0"]["verified"]
+    after = discovered()
+    assert (after["blockers"], after["children"], after["filesystems"]) == ([], [], {})
+    assert not any(loop.device.read_bytes())
     assert not _ledger.load("slot-0").dirty and not wipe().changed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,10 +176,125 @@ def test_a_filter_of_the_site_is_kept_and_named(host: Path, path: str) -> None:
     assert _slice_disks.problems(SLOTS) == []
 
 
-def test_a_host_without_lvm_gets_no_configuration_of_it(tree: Path, script: Any) -> None:
+def test_a_host_without_lvm_and_mdadm_gets_no_configuration_of_them(
+    tree: Path, script: Any
+) -> None:
     script.on("udevadm", "control", "--reload")
+    _host.write("/proc/mdstat", "Personalities : [raid1]\nmd0 : active raid1 sdb[1] sda[0]\n")
     assert drive(SLOTS).done == ["write_rules"]
-    assert not (tree / "etc/lvm").exists()
+    assert not (tree / "etc/lvm").exists() and not (tree / "etc/mdadm").exists()
+
+
+ARRAY = "ARRAY /dev/md/0 metadata=1.2 name=host:0 UUID=0a1b2c3d:00000001:00000002:00000003"
+SCAN = ("mdadm", "--detail", "--scan")
+
+
+def test_mdadm_assembles_no_array_of_a_tenant(host: Path) -> None:
+    site = "HOMEHOST <system>\nMAILADDR root"
+    _host.write(_slice_disks.MDADM, site)
+    assert drive(SLOTS).done == ["write_rules", "filter_lvm", "limit_mdadm"]
+    assert drive(SLOTS).done == [] and _slice_disks.problems(SLOTS) == []
+    text = _host.content(_slice_disks.MDADM) or b""
+    assert re.findall(rb"^AUTO.*", text, re.MULTILINE) == [b"AUTO -all"]
+    _host.write(_slice_disks.MDADM, site)
+    assert any("mdadm.conf" in row for row in _slice_disks.problems(SLOTS))
+    assert drive(SLOTS).done == ["limit_mdadm"]
+    assert drive([]).done == ["write_rules", "filter_lvm", "limit_mdadm"]
+    assert (_host.content(_slice_disks.MDADM) or b"").rstrip() == site.encode()
+
+
+def test_the_image_is_built_with_the_rule_for_arrays(host: Path, script: Any) -> None:
+    """The hook of Debian's mdadm replaces a file without a line of ARRAY by a scan of all disks."""
+    (host / "etc/initramfs-tools").mkdir()
+    build = ("update-initramfs", "-u", "-k", "all")
+    script.on(*build)
+    drive(SLOTS)
+    (host / "etc/mdadm").mkdir()
+    assert drive(SLOTS).done == ["limit_mdadm", "update_initramfs"]
+    assert re.search(r"^ARRAY <ignore> ", _host.read(_slice_disks.MDADM) or "", re.MULTILINE)
+    assert drive(SLOTS).done == []
+    # A file that was made for the block goes with it.
+    assert "limit_mdadm" in drive([]).done
+    assert not (host / _slice_disks.MDADM.lstrip("/")).exists()
+
+
+def test_the_file_that_mdadm_reads_gets_the_rule(host: Path) -> None:
+    (host / "etc/mdadm").mkdir()
+    _host.write(_slice_disks.OTHER_MDADM, "MAILADDR root\n")
+    assert drive(SLOTS).plan.steps[-1].subject == _slice_disks.OTHER_MDADM
+    assert not (host / _slice_disks.MDADM.lstrip("/")).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        (f"{ARRAY}\n", []),
+        (ARRAY.replace(" UUID", "\n   UUID").upper(), []),
+        ("", ["md_arrays_not_listed"]),
+        (f"# {ARRAY}\n", ["md_arrays_not_listed"]),
+        (f"{ARRAY}\nAUTO +1.x -all\n", ["md_auto_of_site"]),
+        (f"{ARRAY}\nauto\n  -all\n", []),
+    ],
+)
+def test_an_array_of_the_host_is_still_assembled(
+    host: Path, script: Any, text: str, codes: list[str]
+) -> None:
+    _host.write(_slice_disks.MDADM, text)
+    script.on(*SCAN, out=f"{ARRAY}\n")
+    drive(SLOTS)
+    _host.write("/proc/mdstat", "Personalities : [raid1]\nmd0 : active raid1 sdb[1] sda[0]\n")
+    outcome = drive(SLOTS)
+    assert [doubt.code for doubt in outcome.doubts] == codes
+    has_block = "AUTO -all" in (_host.read(_slice_disks.MDADM) or "")
+    assert has_block == (codes == []) and _slice_disks.problems(SLOTS) == []
+    assert [doubt.code for doubt in drive([]).doubts] == []
+
+
+# As `scripts/setup --tests` unpacks it.
+MDADM = shutil.which("mdadm", path=f"{sys.prefix}/mdadm/sbin:{os.environ['PATH']}:/sbin")
+
+
+@pytest.mark.skipif(not MDADM, reason="needs mdadm, unpacked by `scripts/setup --tests`")
+def test_the_real_mdadm_leaves_a_tenants_array_alone(
+    disk: tuple[Path, str], tmp_path: Path
+) -> None:
+    """`mdadm --assemble --scan`, as the initramfs runs it. A machine without the driver of md shows
+    what it would have assembled.
+    """
+    _file, device = disk
+    Path(device).write_bytes(bytes(4096) + superblock() + bytes(4096))
+
+    def scan(text: str) -> list[str]:
+        config = tmp_path / "mdadm.conf"
+        config.write_text(f"DEVICE {device}\n{text}")
+        words = [str(MDADM), "--assemble", "--scan", "--verbose", f"--config={config}"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        rows = [row for row in done.stderr.splitlines() if device in row or "/dev/md" in row]
+        return [row for row in rows if "looking for" not in row]
+
+    refused = f"mdadm: {device} has metadata type 1.x for which auto-assembly is disabled"
+    block = _slice_disks.md_block()
+    assert scan("") != [refused] != scan("AUTO +all\n" + block)
+    assert scan(block) == [refused]
+    listed = scan(f"ARRAY /dev/md/of-host UUID={UUID}\n{block}")
+    assert listed and refused not in listed, "an array of the host is assembled"
+
+
+UUID = "00010203:04050607:08090a0b:0c0d0e0f"
+
+
+def superblock() -> bytes:
+    """Of md 1.2, of one disk of a mirror."""
+    block = bytearray(260)
+    struct.pack_into("<II8x16s", block, 0, 0xA92B4EFC, 1, bytes(range(16)))
+    struct.pack_into("<32sQIIQII", block, 32, b"tenant:t", 0, 1, 0, 1 << 16, 0, 2)
+    struct.pack_into("<QQQ", block, 128, 2048, 1 << 16, 8)
+    struct.pack_into("<16s", block, 168, bytes(range(16, 32)))
+    struct.pack_into("<QQQII", block, 192, 1, 1, 2**64 - 1, 0, 2)
+    struct.pack_into("<HH", block, 256, 0, 0xFFFE)
+    total = sum(struct.unpack(f"<{len(block) // 4}I", block))
+    struct.pack_into("<I", block, 216, (total + (total >> 32)) & 0xFFFFFFFF)
+    return bytes(block)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_builds_the_network_once(network: Network) -> None:
         (lambda n: n.addresses.clear(), ["address_interface"]),
         (lambda n: n.interface("ovsbr0", "0x1002"), ["address_interface"]),
         # An open bridge has a flow of its own, which forwards everything.
-        (lambda n: n.run(OPEN), ["secure_bridge", "guard_bridge", "remove_flows"]),
+        (lambda n: n.run(OPEN), ["secure_bridge", "remove_flows", "guard_bridge"]),
         (lambda n: n.switch.flows["ovsbr0"].pop(), ["guard_bridge"]),
         (lambda n: n.switch.flows["ovsbr0"].append(STRANGER), ["remove_flows"]),
         (lambda n: n.switch.tables.clear(), ["load_firewall", "limit_connections"]),
@@ -583,8 +583,9 @@ def test_what_was_restored_before_a_step_failed_is_said(
         network.switch.answer = real  # type: ignore[method-assign]
 
     boot(monkeypatch, open_bridge, regain)
-    _done, first, trouble, *_flows_again = capsys.readouterr().out.splitlines()
+    _done, first, second, trouble, *_flows_again = capsys.readouterr().out.splitlines()
     assert first == "restored: secure_bridge ovsbr0 fail mode"
+    assert second == "restored: remove_flows flows 0x0"
     assert "Connection refused" in trouble
     assert _repairs.read()[0]["step"] == "secure_bridge ovsbr0 fail mode"
 

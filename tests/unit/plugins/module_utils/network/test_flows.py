@@ -67,7 +67,7 @@ def test_what_the_switch_prints_is_what_was_asked(switch: FakeSwitch) -> None:
     rules = _flows.rules(GUARD, 5, ["10.0.2.15"])
     _flows.install(GUARD, 5, ["10.0.2.15"])
     assert _flows.installed("ovsbr0", GUARD.cookie) == rules
-    _flows.install_base("ovsbr0")
+    _flows.load("ovsbr0", _flows.BASE_LOAD)
     assert _flows.every("ovsbr0") == {GUARD.cookie: rules, _flows.BASE_COOKIE: _flows.BASE}
     assert _flows.guards("ovsbr0") == {GUARD.cookie: len(rules)}
 
@@ -131,7 +131,7 @@ def test_the_protocol_comes_before_the_fields_that_need_it() -> None:
 
 def test_removing_leaves_the_flows_of_others(switch: FakeSwitch) -> None:
     other = replace(GUARD, allocation_id=OTHER, ip="10.100.0.11", mac="52:54:00:64:00:0b")
-    _flows.install_base("ovsbr0")
+    _flows.load("ovsbr0", _flows.BASE_LOAD)
     _flows.install(GUARD, 5, [])
     _flows.install(other, 6, [])
     _flows.remove("ovsbr0", GUARD.cookie)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _command,
+    _host,
+    _object_names,
+)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _firewall,
@@ -123,11 +129,68 @@ def test_parity_names_every_difference(rig: Rig) -> None:
             words.insert(1, f"--db=unix:{rig.folder}/db.sock")
         rig.run(words)
         done = [each.split()[0] for each in rig.restore()]
-        # Nothing else, so what an earlier round had left would show here. These two take the
-        # flows of the ports with them.
-        more = done[1:] if name in ("fail mode", "base") else []
+        # Nothing else, so what an earlier round had left would show here. A change of the fail
+        # mode takes the flows of the bridge and of the ports with it.
+        more = ["remove_flows", "guard_bridge"] if name == "fail mode" else []
         assert done == [step, *more], (name, done)
     assert rig.restore() == []
+    assert violations(rig) == []
+
+
+def lose_flows(rig: Rig) -> None:
+    """As a switch that has just started."""
+    rig.run(["ovs-ofctl", "del-flows", "ovsbr0"])
+
+
+def test_a_switch_that_starts_gets_all_flows_in_one_transaction(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_flows(rig)
+    real, loads = _command.run, []
+
+    def run(argv: Any, **options: Any) -> Any:
+        if "add-flows" in argv:
+            loads.append(list(argv))
+        return real(argv, **options)
+
+    monkeypatch.setattr(_command, "run", run)
+    assert rig.restore() == ["guard_bridge ovsbr0 flows"]
+    assert [("--bundle" in argv) for argv in loads] == [True], loads
+    monkeypatch.undo()
+    rig.restore()
+    assert violations(rig) == []
+
+
+def test_a_flow_that_the_switch_refuses_shuts_its_own_port_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _flows.rules
+    wrong = _flows.Flow(_flows.FROM_GUEST, 999, frozenset({"nonsense=1"}), "drop")
+
+    def rules(guard: _flows.Guard, *words: Any) -> frozenset[_flows.Flow]:
+        return real(guard, *words) | ({wrong} if guard == A.guard else set())
+
+    lose_flows(rig)
+    with monkeypatch.context() as patch:
+        patch.setattr(_flows, "rules", rules)
+        with pytest.raises(Refusal, match="nonsense"):
+            rig.restore()
+    assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE, B.guard.cookie}
+    assert rig.restore() == [f"guard_port {A.guard.port}"]
+    assert violations(rig) == []
+
+
+def test_a_guard_file_that_cannot_be_read_shuts_its_own_port_only(rig: Rig) -> None:
+    kept = _host.path(_object_names.guard_path(A.guard.allocation_id))
+    text = kept.read_text()
+    lose_flows(rig)
+    kept.write_text(text[: len(text) // 2])
+    try:
+        assert rig.restore()[:2] == ["guard_bridge ovsbr0 flows", f"remove_filter {A.guard.port}"]
+        assert set(_flows.every("ovsbr0")) == {_flows.BASE_COOKIE, B.guard.cookie}
+    finally:
+        kept.write_text(text)
+        rig.restore()
     assert violations(rig) == []
 
 
