@@ -54,6 +54,13 @@ echo "$began $(since_boot)"
 KILL = 'kill -9 "$(cat /run/openvswitch/ovs-vswitchd.pid)"'
 RESTART = "systemctl restart openvswitch-switch.service"
 
+_ENTRY = "/sys/firmware/efi/efivars/Boot00AA-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+# Attributes of the variable and of the entry, length of its path, description, end of the path.
+_LOADER = bytes([7, 0, 0, 0, 1, 0, 0, 0, 4, 0, 120, 0, 0, 0, 127, 255, 4, 0])
+# A boot entry of UEFI, for Python on the host and for its shell.
+ADD_BOOT_ENTRY = f"open('{_ENTRY}', 'wb').write({_LOADER})"
+REMOVE_BOOT_ENTRY = f"set -e; chattr -i {_ENTRY}; rm {_ENTRY}"
+
 _UP = ("running", "degraded")
 
 Done = subprocess.CompletedProcess[str]
@@ -183,6 +190,14 @@ def switch_down(stage: Stage, command: str) -> tuple[float, float]:
 def boot(stage: Stage) -> str:
     """Return the host's boot id."""
     return stage.on_host("cat", _BOOT_ID).strip()
+
+
+def firmware_report(stage: Stage) -> dict[str, Any]:
+    """Firmware of the host in its latest discovery."""
+    latest = stage.api().get(stage.path("/slice-topology/discovery"))
+    report: dict[str, Any] = latest["document"]["firmware"]
+    assert report["unreadable"] == {}, report
+    return report
 
 
 def booted(stage: Stage, *, after: str = "") -> None:

@@ -14,6 +14,7 @@ import pytest
 from lab.command import LabError
 from lab.demo import host_steps
 from lab.demo.stage import NODE, Stage
+from reconciler.model import firmware
 from reconciler.model.errors import Problem
 from tests.lab import byhand, prepared, traces
 from tests.lab.conftest import Chapter
@@ -288,6 +289,22 @@ def test_the_host_makes_nothing_of_approved_disks(stage: Stage, story: Chapter) 
         assert told == ["linux_raid_member", "0", "LVM2_member", "0", "1"], told
     built = stage.on_host("sh", "-c", "'lsinitramfs /boot/initrd.img-$(uname -r)'")
     assert "udev/rules.d/62-gpuaas-slice-disks.rules" in built
+
+
+@pytest.mark.covers("P11")
+def test_a_boot_entry_that_is_new_is_a_difference_of_the_firmware(
+    stage: Stage, story: Chapter
+) -> None:
+    """Of the lab host's real UEFI variables."""
+    story.needs("bind")
+    before = byhand.firmware_report(stage)
+    stage.on_host("python3", "-", stdin=byhand.ADD_BOOT_ENTRY)
+    try:
+        stage.task(stage.path("/slice-topology/discovery"))
+    finally:
+        stage.on_host("sh", "-s", stdin=byhand.REMOVE_BOOT_ENTRY)
+    (row,) = firmware.differences(before, byhand.firmware_report(stage))
+    assert (row["section"], row["name"], row["change"]) == ("uefi", "Boot00AA", "added")
 
 
 @pytest.mark.covers("HOST-6", "HOST-10")

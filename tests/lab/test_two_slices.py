@@ -25,6 +25,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import _basel
 from lab.command import LabError
 from lab.demo import slice_steps
 from lab.demo.stage import Stage
+from reconciler.model import firmware
 from tests.lab import byhand, captures, networks
 from tests.lab.attacks import Attacks
 from tests.lab.conftest import Chapter
@@ -488,7 +489,7 @@ def test_guests_are_guarded_from_their_first_packet_after_a_power_loss(
     """The attack starts with each guest. An operator starts both by hand."""
     story.needs("attacked")
     attacks.close()
-    boot = byhand.boot(stage)
+    boot, shown = byhand.boot(stage), byhand.firmware_report(stage)
     byhand.power_cut(stage)
     byhand.booted(stage, after=boot)
     assert differences(stage) == {"guest_stopped"}
@@ -511,6 +512,7 @@ def test_guests_are_guarded_from_their_first_packet_after_a_power_loss(
     attacks.close()
     # Slices that ran before the power loss are started as soon as the host is proven: these run.
     prove_again(stage)
+    assert firmware.differences(shown, byhand.firmware_report(stage)) == []
     for each in attacks.slices:
         path = f"/admin/allocations/{each.allocation['id']}"
         stage.follow({"id": stage.api().get(path)["task_ids"][-1]})

@@ -24,13 +24,11 @@ from lab.command import LabError
 from lab.demo import slice_steps
 from lab.demo.stage import Stage
 from reconciler.model.errors import Problem
+from tests.lab import byhand
 from tests.lab.conftest import Chapter
 
 USER = "owner"
 MODE = "/etc/gpuaas/slice-mode.json"
-ENTRY = "/sys/firmware/efi/efivars/Boot00AA-8be4df61-93ca-11d2-aa0d-00e098032b8c"
-# Attributes of the variable and of the entry, length of its path, description, end of the path.
-LOADER = bytes([7, 0, 0, 0, 1, 0, 0, 0, 4, 0, 120, 0, 0, 0, 127, 255, 4, 0])
 
 
 @pytest.mark.covers("CTRL-15")
@@ -148,7 +146,7 @@ def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
     rule = f"echo 'daemon ALL=(ALL) NOPASSWD:ALL' | sudo tee {backdoor} > /dev/null"
     _as_tenant(stage, allocation, rule)
     # A boot entry outlives every installation.
-    _as_tenant(stage, allocation, "sudo python3 -", stdin=f"open('{ENTRY}', 'wb').write({LOADER})")
+    _as_tenant(stage, allocation, "sudo python3 -", stdin=byhand.ADD_BOOT_ENTRY)
     path = f"/admin/allocations/{allocation['id']}/force-release"
     with pytest.raises(Problem) as refused:
         stage.api().post(path, {"reason": "test"})
@@ -179,8 +177,7 @@ def test_what_a_forced_release_leaves_is_cleaned_and_drift_is_named(
     with pytest.raises(Problem) as refused:
         _launch(stage)
     assert refused.value.code == "no_capacity"
-    stage.on_host("chattr", "-i", ENTRY)
-    stage.on_host("rm", ENTRY)
+    stage.on_host("sh", "-s", stdin=byhand.REMOVE_BOOT_ENTRY)
     stage.task(stage.path("/slice-topology/discovery"))
     assert not stage.api().get(stage.path())["firmware_unverified"]
 
