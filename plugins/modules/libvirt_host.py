@@ -6,7 +6,7 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: libvirt_host
-short_description: Keep libvirt running, with its directory readable by QEMU
+short_description: Keep libvirt running for slices, with its directory readable by QEMU
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
@@ -17,6 +17,8 @@ description:
     parity names it.
   - Lets guests read the CPUs of the host's NUMA nodes where AppArmor confines them, by a block of
     C(/etc/apparmor.d/local/abstractions/libvirt-qemu). QEMU needs it for pages of 1 GiB.
+  - Stops libvirt's own network C(default), at every boot too, unless a machine of the site is on
+    it. No slice uses it, and its bridge brings a DHCP and a DNS server.
   - The daemon ends by itself when idle, so its socket is kept active instead.
   - The first run records libvirt's earlier state in C(/var/lib/gpuaas/before/libvirt.json), which
     is a change even when there is nothing else to do. O(state=absent) restores that state. libvirt

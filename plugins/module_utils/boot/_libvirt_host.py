@@ -1,14 +1,17 @@
 """libvirt service of a slice host, now and after a reboot, with QEMU's access to its directory.
 
+libvirt's own network is stopped: no slice uses it, and its bridge brings a DHCP and a DNS server.
+
 A return to bare metal restores libvirt's recorded state; without a record libvirt is left alone.
 QEMU's logs of slices are removed in any case: the next tenant of the machine may be root.
 """
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
@@ -32,6 +35,9 @@ _DAEMON, _SOCKET = "libvirtd.service", "libvirtd.socket"
 # Any of these sockets starts the daemon again.
 _SOCKETS = (_SOCKET, "libvirtd-ro.socket", "libvirtd-admin.socket")
 _OPEN = 0o755
+_NETWORK, _NETWORKS = "default", "/etc/libvirt/qemu/networks"
+_BRIDGE = re.compile(r"<bridge\s[^>]*name=['\"]([\w.-]{1,15})['\"]")
+_STOPPED = {"active": False, "autostart": False}
 
 Params = Mapping[str, Any]
 
@@ -40,7 +46,8 @@ Params = Mapping[str, Any]
 class State:
     """mode: of the directory, None when it is missing. before: None without a record. qemu: the
     settings of QEMU, "" without the file. access: the site's rules of AppArmor for guests. logs:
-    QEMU's of slices.
+    QEMU's of slices. network: whether libvirt's own one is `active` and starts with libvirt.
+    network_used: whether a machine of the site is on it.
     """
 
     mode: int | None
@@ -50,11 +57,16 @@ class State:
     qemu: str
     access: str
     logs: tuple[str, ...] = ()
+    network: Mapping[str, bool] = field(default_factory=_STOPPED.copy)
+    network_used: bool = False
 
 
 def observe(params: Params) -> State:
     folder = _host.path(params["directory"])
     services = _boot_service.services([_DAEMON, _SOCKET])
+    named = _BRIDGE.search(_text(f"{_NETWORKS}/{_NETWORK}.xml"))
+    link = f"/sys/class/net/{named[1] if named else 'virbr0'}"
+    members = _host.path(f"{link}/brif")
     return State(
         mode=stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else None,
         daemon=services[_DAEMON],
@@ -63,6 +75,13 @@ def observe(params: Params) -> State:
         qemu=_text(_confinement.QEMU),
         access=_text(_confinement.APPARMOR),
         logs=tuple(_object_names.qemu_logs()),
+        network={
+            "active": _host.path(f"{link}/bridge").is_dir(),
+            "autostart": _host.path(f"{_NETWORKS}/autostart/{_NETWORK}.xml").is_file(),
+        },
+        # Earlier versions of libvirt put an interface of their own on the bridge.
+        network_used=members.is_dir()
+        and any(not port.name.endswith("-nic") for port in members.iterdir()),
     )
 
 
@@ -95,6 +114,8 @@ def _steps(params: Params, state: State) -> list[_change.Step]:
         steps.append(_configure("show_numa", _confinement.APPARMOR, state.access, admitted))
     if not (state.socket.active and state.socket.enabled):
         steps.append(_change.Step("start_socket", _SOCKET, "inactive", "active at every boot"))
+    if state.network != _STOPPED and not state.network_used:
+        steps.append(_change.Step("stop_network", _NETWORK, state.network, _STOPPED))
     return steps
 
 
@@ -111,8 +132,12 @@ def _back(params: Params, state: State) -> list[_change.Step]:
         if _managed_block.block_of(text):
             steps.append(_configure(name, path, text, _managed_block.without_block(text)))
     running = state.socket.active or state.socket.enabled or state.daemon.enabled
+    # Records of earlier releases have no network.
+    network = was.get("network", state.network)
     if not (was["socket"] or was["daemon"]) and running:
         steps.append(_change.Step("stop_libvirt", _DAEMON, "active at every boot", "stopped"))
+    elif state.network != network:
+        steps.append(_change.Step("restore_network", _NETWORK, state.network, network))
     mode = None if state.mode is None else f"{state.mode:04o}"
     if was["mode"] and mode and was["mode"] != mode:
         steps.append(_change.Step("close_directory", params["directory"], mode, was["mode"]))
@@ -131,6 +156,7 @@ def _was(state: State) -> dict[str, Any]:
         "mode": None if state.mode is None or ours else f"{state.mode:04o}",
         "daemon": state.daemon.enabled and not ours,
         "socket": (state.socket.enabled or state.socket.active) and not ours,
+        "network": _STOPPED if ours else state.network,
     }
 
 
@@ -149,6 +175,8 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
         if step.subject == _confinement.QEMU:
             # libvirt reads the file at its start. Running guests are not touched.
             _command.run(["systemctl", "try-restart", _DAEMON], timeout=120)
+    elif step.subject == _NETWORK:
+        _switch_network(step.before, step.after)
     elif step.name == "stop_libvirt":
         _command.run(["systemctl", "disable", "--now", *_SOCKETS, _DAEMON], timeout=120)
     elif step.name == "close_directory":
@@ -162,6 +190,17 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     else:
         _command.run(["systemctl", "enable", "--now", _SOCKET], timeout=120)
     return None
+
+
+def _switch_network(before: Mapping[str, bool], after: Mapping[str, bool]) -> None:
+    if before["autostart"] != after["autostart"]:
+        _virsh("net-autostart", _NETWORK, *(() if after["autostart"] else ("--disable",)))
+    if before["active"] != after["active"]:
+        _virsh("net-start" if after["active"] else "net-destroy", _NETWORK)
+
+
+def _virsh(*words: str) -> None:
+    _command.run(["virsh", "-q", "-c", "qemu:///system", *words], timeout=120)
 
 
 SUBJECT = _change.Subject(observe, plan, apply)

@@ -99,6 +99,62 @@ def test_libvirt_becomes_what_it_was(
     assert not drive(state="absent").changed
 
 
+VIRSH = ("virsh", "-q", "-c", "qemu:///system")
+
+
+def serve_network(tree: Path, *members: str) -> Path:
+    """libvirt's own network, active and started at every boot, as Ubuntu ships it."""
+    networks = tree / "etc/libvirt/qemu/networks"
+    (networks / "autostart").mkdir(parents=True)
+    for name in ("default.xml", "autostart/default.xml"):
+        (networks / name).write_text(
+            "<network><bridge name='virbr7' stp='on' delay='0'/></network>"
+        )
+    link = tree / "sys/class/net/virbr7"
+    (link / "bridge").mkdir(parents=True)
+    for member in ("virbr7-nic", *members):
+        (link / "brif" / member).mkdir(parents=True)
+    return link
+
+
+@pytest.mark.covers("HOST-6", "HOST-15")
+def test_libvirts_own_network_is_stopped_and_comes_back(
+    tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "var/lib/libvirt").mkdir(parents=True)
+    link = serve_network(tree)
+    autostart = tree / "etc/libvirt/qemu/networks/autostart/default.xml"
+    text = autostart.read_text()
+    script.on(*SHOW, out=systemctl_show("inactive/enabled", "active/enabled"))
+    effects = {
+        ("net-autostart", "default", "--disable"): autostart.unlink,
+        ("net-destroy", "default"): (link / "bridge").rmdir,
+        ("net-autostart", "default"): lambda: autostart.write_text(text),
+        ("net-start", "default"): (link / "bridge").mkdir,
+    }
+    for words in effects:
+        script.on(*VIRSH, *words)
+    run = _libvirt_host._command.run
+
+    def act(argv: list[str], **options: Any) -> Any:
+        effects.get(tuple(argv[len(VIRSH) :]), bool)()
+        return run(argv, **options)
+
+    monkeypatch.setattr(_libvirt_host._command, "run", act)
+    assert drive().done == ["remember_before", "stop_network"]
+    assert not drive().changed
+    assert drive(state="absent").done == ["restore_network", "forget_before"]
+    assert autostart.is_file() and (link / "bridge").is_dir()
+
+
+@pytest.mark.covers("HOST-6")
+def test_a_network_with_a_machine_of_the_site_stays(tree: Path, script: Any) -> None:
+    (tree / "var/lib/libvirt").mkdir(parents=True)
+    serve_network(tree, "vnet0")
+    script.on(*SHOW, out=systemctl_show("inactive/enabled", "active/enabled"))
+    assert drive().done == ["remember_before"]
+
+
 @pytest.mark.covers("HOST-15")
 def test_drift_is_not_taken_for_what_was_before(tree: Path, script: Any) -> None:
     """The first run changed nothing, so a repair months later must not close an open directory."""
