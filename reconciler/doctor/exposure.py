@@ -58,9 +58,9 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
         users = {node.id for node in live if node.profile == profile}
         reached = [
             f"{address} ({name})"
-            for name, host, own in targets
+            for name, host, node_id in targets
             for address in _addresses(host) or ()
-            if offer.reaches(address) and users - {own}
+            if offer.reaches(address) and users - {node_id}
         ]
         if reached:
             exposed = True

@@ -188,8 +188,8 @@ class Client(Conversation):
         """Version as numbers; () if MAAS shows none."""
         text = self._parsed(_Version, self._get("/version/")).version
         numbers = text.partition("-")[0].partition("~")[0].split(".")[:2]
-        known = all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers)
-        return tuple(int(number) for number in numbers) if known else ()
+        numeric = all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers)
+        return tuple(int(number) for number in numbers) if numeric else ()
 
     def machines(self, tag: str) -> list[Machine]:
         """All machines with a tag."""
