@@ -27,17 +27,17 @@ INDEXES = {f"ix_{table}_correlation_id" for table in ("state_history", "audit_lo
 def test_what_one_request_led_to_is_found_by_index(engine: sa.Engine, site: Site) -> None:
     """Not by reading all that ever happened; the planner is kept from thinking a small site."""
     site.node()
-    asked: list[tuple[str, Any]] = []
+    queries: list[tuple[str, Any]] = []
 
     def heard(*given: Any) -> None:
-        asked.append((given[2], given[3]))
+        queries.append((given[2], given[3]))
 
     with reading(engine) as conn:
         sa.event.listen(conn, "before_cursor_execute", heard)
         assert timeline.of(conn, correlation_id=site.act.correlation_id, page=Page(3))
         sa.event.remove(conn, "before_cursor_execute", heard)
         conn.exec_driver_sql("SET LOCAL enable_seqscan = off")
-        plan = "\n".join(conn.exec_driver_sql(f"EXPLAIN {asked[0][0]}", asked[0][1]).scalars())
+        plan = "\n".join(conn.exec_driver_sql(f"EXPLAIN {queries[0][0]}", queries[0][1]).scalars())
     assert {name for name in INDEXES if name in plan} == INDEXES, plan
 
 
