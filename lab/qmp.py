@@ -15,14 +15,14 @@ def execute(
     path: Path, command: str, arguments: Mapping[str, Any] | None = None, *, timeout: float = 10
 ) -> dict[str, Any]:
     """Send a command and return its answer; `quit` may end without an answer."""
-    asked = {"execute": command, **({"arguments": arguments} if arguments else {})}
+    message = {"execute": command, **({"arguments": arguments} if arguments else {})}
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)
             connection.connect(str(path))
             stream = connection.makefile("rw", encoding="utf-8", newline="\n")
             stream.readline()
-            for request in ({"execute": "qmp_capabilities"}, asked):
+            for request in ({"execute": "qmp_capabilities"}, message):
                 stream.write(json.dumps(request) + "\n")
                 stream.flush()
                 answer = _answer(stream)

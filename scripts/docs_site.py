@@ -36,8 +36,8 @@ _MENTION = re.compile(r"`(?:docs/([\w/-]+)\.md|(README|ARCHITECTURE|CONTRIBUTING
 
 def pages() -> dict[str, Path]:
     """Name of each page in the site, and its source."""
-    own = {file.relative_to(DOCS).as_posix(): file for file in sorted(DOCS.rglob("*.md"))}
-    return own | {name: ROOT / source for name, source in OTHERS.items()}
+    documents = {file.relative_to(DOCS).as_posix(): file for file in sorted(DOCS.rglob("*.md"))}
+    return documents | {name: ROOT / source for name, source in OTHERS.items()}
 
 
 def linked(name: str, text: str) -> str:

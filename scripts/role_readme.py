@@ -25,7 +25,7 @@ _MARKUP = re.compile(r"\b(?:C|V|O|RV|E|P|M|I|B|U|L)\((?:[^()\\]|\\.)*\)")
 
 def markdown(text: str) -> str:
     """Convert Ansible's documentation markup to Markdown."""
-    return _MARKUP.sub(lambda found: _inline(found.group()), " ".join(text.split()))
+    return _MARKUP.sub(lambda match: _inline(match.group()), " ".join(text.split()))
 
 
 def _inline(marked: str) -> str:

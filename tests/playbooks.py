@@ -11,6 +11,6 @@ _INCLUDED = re.compile(r"include_tasks: (tasks/\w+\.yml)$", re.MULTILINE)
 
 def text(playbook: str) -> str:
     """Return the playbook and each task file that it includes, as text."""
-    own = (FOLDER / f"{playbook}.yml").read_text()
-    files = dict.fromkeys(_INCLUDED.findall(own))
-    return own + "".join((FOLDER / file).read_text() for file in files)
+    text = (FOLDER / f"{playbook}.yml").read_text()
+    files = dict.fromkeys(_INCLUDED.findall(text))
+    return text + "".join((FOLDER / file).read_text() for file in files)

@@ -126,8 +126,8 @@ def sweep(build: Path) -> None:
 
 def _end(folder: Path) -> None:
     """End the server that works there, if one still does."""
-    known = folder / "data/postmaster.pid"
-    for pid in known.read_text().split()[:1] if known.exists() else ():
+    pid_file = folder / "data/postmaster.pid"
+    for pid in pid_file.read_text().split()[:1] if pid_file.exists() else ():
         with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(int(pid))) as process:
             # Any process may have that number by now.
             if f"{folder}/data" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):

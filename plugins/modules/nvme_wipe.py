@@ -162,8 +162,8 @@ def _tenants_stack(
     below = {name for holder in stack for name in _usage.slaves(holder)} - set(stack)
     if not below <= _tenants_devices(slots):
         return ()
-    known = all(name.startswith(("md", "dm-", "bcache")) for name in stack)
-    return tuple(reversed(stack)) if known else ()
+    removable = all(name.startswith(("md", "dm-", "bcache")) for name in stack)
+    return tuple(reversed(stack)) if removable else ()
 
 
 def _tenants_devices(slots: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -151,7 +151,7 @@ _LOOPBACK = IPv4Network("127.0.0.0/8")
 class State:
     """guard: of the allocation's port. kept: its file, which may be there without rules. loaded:
     ids of its rules in the kernel. differs: whether the flows of its port differ from the file.
-    tracked: open connections that rules to remove have let in. own: addresses by which the host is
+    tracked: open connections that rules to remove have let in. own_addresses: by which the host is
     managed and speaks to others. others: listeners of other rules.
     """
 
@@ -162,7 +162,7 @@ class State:
     differs: bool
     tracked: int = 0
     addresses: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
+    own_addresses: frozenset[str] = frozenset()
     others: tuple[tuple[str, str, int], ...] = ()
     listening: bool = False
 
@@ -296,7 +296,7 @@ def _unreadable(allocation: str, state: State) -> Refusal:
 def _reserved(state: State, rule: _ingress.Rule) -> str:
     """The purpose that this host has for the address already; "" for none."""
     address = IPv4Address(rule.public_address)
-    if rule.public_address in state.own:
+    if rule.public_address in state.own_addresses:
         return f"{address}, by which the host is managed or speaks to others"
     if address in _LOOPBACK or address.is_multicast or address.is_unspecified:
         return f"{address}, which no client can reach"

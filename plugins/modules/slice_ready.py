@@ -239,8 +239,8 @@ def probes(params: _change.Params, readiness: dict[str, Any], start: float) -> l
         for name in _OUTSIDE
     ]
     runtime = params["guest_runtime"]
-    asked = runtime.get("probes") or {}
-    if not (readiness["ssh_ready"] and asked):
+    deadlines = runtime.get("probes") or {}
+    if not (readiness["ssh_ready"] and deadlines):
         return rows
     settings = {
         "egress": {"target": runtime.get("egress_target", "")},
@@ -254,8 +254,8 @@ def probes(params: _change.Params, readiness: dict[str, Any], start: float) -> l
     name = _object_names.domain_name(params["allocation_id"])
     results = _readiness.ask(
         params["allocation_id"],
-        {probe: settings[probe] for probe in sorted(asked)},
-        {probe: min(seconds, longest) for probe, seconds in asked.items()},
+        {probe: settings[probe] for probe in sorted(deadlines)},
+        {probe: min(seconds, longest) for probe, seconds in deadlines.items()},
         start=start,
         alive=lambda: _libvirt.qemu_pid(name) is not None,
     )
@@ -308,8 +308,8 @@ def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal |
     start = time.monotonic()
     _known(params["guest_runtime"])
     readiness = wait(params, once=once)
-    asked = {**params, "guest_runtime": {}} if once else params
-    readiness["probes"] = probes(asked, readiness, start)
+    parameters = {**params, "guest_runtime": {}} if once else params
+    readiness["probes"] = probes(parameters, readiness, start)
     refusal = verdict(params, readiness)
     if refusal is not None:
         readiness["console_tail"] = console_tail(params["allocation_id"])

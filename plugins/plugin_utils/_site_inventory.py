@@ -110,7 +110,7 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
         super().parse(inventory, loader, path)
         self._read_config_data(path)
         self.load_cache_plugin()
-        known = {
+        before = {
             name: (dict(host.vars), list(host.groups))
             for name, host in self.inventory.hosts.items()
         }
@@ -120,16 +120,16 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
                 self._add(name, variables)
             self._require_hosts(hosts)
         except (AnsibleError, Refusal) as problem:
-            self._restore(known)
+            self._restore(before)
             raise AnsibleParserError(f"{path}: {problem}") from None
 
-    def _restore(self, known: Mapping[str, tuple[Record, list[Any]]]) -> None:
-        """Take the hosts of this source back. known: variables and groups of the hosts before."""
+    def _restore(self, before: Mapping[str, tuple[Record, list[Any]]]) -> None:
+        """Take the hosts of this source back. before: variables and groups of the hosts before."""
         for name, host in list(self.inventory.hosts.items()):
-            if name not in known:
+            if name not in before:
                 self.inventory.remove_host(host)
                 continue
-            host.vars, groups = known[name]
+            host.vars, groups = before[name]
             for group in [group for group in host.groups if group not in groups]:
                 group.remove_host(host)
 
@@ -172,12 +172,12 @@ class SiteInventory(BaseInventoryPlugin, Constructable, Cacheable):  # type: ign
         return hosts
 
     def _add(self, name: str, variables: Record) -> None:
-        known = name in self.inventory.hosts
+        exists = name in self.inventory.hosts
         self.inventory.add_host(name)
         for variable, value in variables.items():
             # How another source reaches this host is not changed by an answer, also where it has
             # no variable and is found by its name.
-            if not (known and variable.startswith("ansible_")):
+            if not (exists and variable.startswith("ansible_")):
                 self.inventory.set_variable(name, variable, _marked(value))
         for group in self.groups_of(variables):
             self.inventory.add_child(self.inventory.add_group(group), name)

@@ -77,8 +77,8 @@ class Admission:
         # A chunked body states no length, so it is refused; no supported client sends one.
         if "transfer-encoding" in headers or size > BODY_LIMIT:
             raise _TOO_LARGE
-        known = SESSION in request.scope or request.scope["path"].startswith(_CONSOLE)
-        if known or size <= UNKNOWN_LIMIT or not self._strangers:
+        signed_in = SESSION in request.scope or request.scope["path"].startswith(_CONSOLE)
+        if signed_in or size <= UNKNOWN_LIMIT or not self._strangers:
             return
         sender = await run_in_threadpool(_sender, request)
         if sender is None:

@@ -194,8 +194,8 @@ class Connection(Answer):
         # The gateway of today, which need not be that of the launch.
         host, port = settings.gateway
         keys = (f"{id} {key}\n" for key in document.get("host_keys", ()))
-        known = gateway_hosts(Trust(settings.state_dir / "trust"), host, port) + "".join(keys)
-        return address.model_copy(update={"host": host, "port": port, "known_hosts": known})
+        lines = gateway_hosts(Trust(settings.state_dir / "trust"), host, port) + "".join(keys)
+        return address.model_copy(update={"host": host, "port": port, "known_hosts": lines})
 
 
 class PowerRequest(Reasoned):
@@ -386,7 +386,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
         present = "a whole machine is delivered with its present installation"
         problems.require_default(body, "user_data", present)
         problems.require_default(body, "terminal", present)
-    own = _cloud_config(context, body.user_data)
+    user_data = _cloud_config(context, body.user_data)
     # Before the transaction, because a name server may be slow.
     api = guest_pool.api_addresses(context.settings) if body.worker_pool else []
 
@@ -402,7 +402,7 @@ def create(project_id: Id, body: NewAllocation, context: Member) -> JSONResponse
             prices=sku_prices(context.settings.profiles_dir),
             currency=context.settings.currency,
             offers=offers if body.capacity_shape is CapacityShape.GPU_SLICE else {},
-            user_data=own,
+            user_data=user_data,
             api=api,
             **body.model_dump(mode="json", include=_PASSED_ON),
         )
@@ -568,14 +568,14 @@ def _require_time_to_boot(settings: Settings, body: NewAllocation) -> None:
 
     A slice that is not reachable in time leaves its slots blocked until an operator acts.
     """
-    wanted = body.parameters.ready_deadline_s
+    deadline_s = body.parameters.ready_deadline_s
     least = ready_minimum_s(settings.profiles_dir, body.sku)
-    if wanted is not None and wanted < least:
+    if deadline_s is not None and deadline_s < least:
         raise Problem(
             "ready_deadline_too_short",
             422,
             expected=f"parameters.ready_deadline_s of at least {least}",
-            found=str(wanted),
+            found=str(deadline_s),
             remedy="leave it out, and the limit of the hardware profile applies",
         )
 

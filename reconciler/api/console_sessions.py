@@ -73,8 +73,8 @@ def end_sessions(body: EndedPerson, context: Admin) -> JSONResponse:
         theirs = [session for session in sessions if actors[session.id] in both]
         console_sessions.end_some(conn, theirs, act)
         keys = ssh_access.end_person(conn, body.actor, act)
-        own = tokens.end_person(conn, body.actor, act)
-        return Ended(actor=body.actor, sessions=len(theirs), ssh_keys=keys, tokens=own)
+        own_tokens = tokens.end_person(conn, body.actor, act)
+        return Ended(actor=body.actor, sessions=len(theirs), ssh_keys=keys, tokens=own_tokens)
 
     return context.write(work, body=body)
 

@@ -139,9 +139,9 @@ def offered(
     gpus: Annotated[int, Query(ge=1, le=1024, description="GPUs in one slice.")] = 1,
 ) -> PageOf[OfferedImage]:
     """The images that a launch can name, judged for a slice of an SKU as a launch would."""
-    known = profile_offers(context.settings.profiles_dir) if sku else {}
+    offers = profile_offers(context.settings.profiles_dir) if sku else {}
     # A launch chooses hardware of the SKU that sells this size and takes the image.
-    sold = {name: o for name, o in known.items() if o.sku == sku and not o.refusal(gpus)}
+    sold = {name: o for name, o in offers.items() if o.sku == sku and not o.refusal(gpus)}
     present = context.read(fleet.disk_sizes) if sold else {}
     # Before the first slot of any, all of them count.
     alike = [sold[name] for name in sold if name in present] or [*sold.values()]

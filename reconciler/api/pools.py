@@ -81,8 +81,8 @@ class NewPool(Reasoned):
         if self.target != "host":
             if not self.project_id:
                 raise ValueError("such a pool runs jobs of a project: name it in project_id")
-            own = ("memory_mib",) if self.target == "remote" else ()
-            for name in ("host", "devices", "kill_on_oom", *own):
+            memory = ("memory_mib",) if self.target == "remote" else ()
+            for name in ("host", "devices", "kill_on_oom", *memory):
                 if getattr(self, name) != type(self).model_fields[name].get_default(
                     call_default_factory=True
                 ):

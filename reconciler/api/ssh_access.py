@@ -108,8 +108,8 @@ def revoke_key(project_id: Id, body: RevokedKey, context: Member) -> JSONRespons
     """Revoke a key, registered or of a launch, for good, and cut its sessions."""
 
     def work(conn: Connection, act: Act) -> SshKey:
-        known = ssh_keys.find(conn, project_id, body.public_key) is not None
-        if not known and not launched_with(conn, project_id, body.public_key):
+        registered = ssh_keys.find(conn, project_id, body.public_key) is not None
+        if not registered and not launched_with(conn, project_id, body.public_key):
             quota.require_rate(conn, project_id, schema.ssh_keys, quota.KEYS_PER_HOUR)
         key = ssh_keys.revoke(conn, project_id, body.public_key, act)
         return SshKey.of_key(key, in_force(conn, [key]))

@@ -146,8 +146,8 @@ def _sole(folder: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        own = os.fstat(descriptor).st_uid == os.geteuid()
-        yield own and take(descriptor, fcntl.LOCK_EX)
+        is_owner = os.fstat(descriptor).st_uid == os.geteuid()
+        yield is_owner and take(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from reconciler.cli import output, tasks
-from reconciler.cli.netbox import asked, show_reading
+from reconciler.cli.netbox import request_reading, show_reading
 from reconciler.cli.nodes import Node
 from reconciler.cli.options import Reason, Yes, confirm
 from reconciler.cli.session import client
@@ -19,13 +19,13 @@ Wait = Annotated[bool, typer.Option(help="Follow the task to its end, 10 to 40 m
 @app.command()
 def diff(reason: Reason = "") -> None:
     """Compare the machines of MAAS with the records, and list the differences."""
-    show_reading(asked("maas", "diff", reason), "machines")
+    show_reading(request_reading("maas", "diff", reason), "machines")
 
 
 @app.command()
 def sync(reason: Reason = "") -> None:
     """Add new machines as nodes, and upload the scripts that MAAS runs; list what is left."""
-    show_reading(asked("maas", "sync", reason), "machines")
+    show_reading(request_reading("maas", "sync", reason), "machines")
 
 
 @app.command()

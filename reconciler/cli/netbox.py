@@ -21,13 +21,13 @@ _WAIT_S = 600.0
 @app.command()
 def diff(reason: Reason = "") -> None:
     """Compare NetBox with the records, and list the differences with their reasons."""
-    show_reading(asked("netbox", "diff", reason), "devices")
+    show_reading(request_reading("netbox", "diff", reason), "devices")
 
 
 @app.command()
 def sync(reason: Reason = "") -> None:
     """Add new devices as nodes and write slots and state into NetBox; list what is left."""
-    show_reading(asked("netbox", "sync", reason), "devices")
+    show_reading(request_reading("netbox", "sync", reason), "devices")
 
 
 @app.command()
@@ -36,7 +36,7 @@ def show() -> None:
     show_reading(client().get("/admin/netbox"), "devices")
 
 
-def asked(service: str, verb: str, reason: str) -> output.Record:
+def request_reading(service: str, verb: str, reason: str) -> output.Record:
     """Ask for a comparison with a service, and wait for its reading."""
     number = client().post(f"/admin/{service}/{verb}", {"reason": reason})["request_number"]
     ends = time.monotonic() + _WAIT_S

@@ -254,8 +254,8 @@ class _Walk:
 
     def _left(self) -> list[Record]:
         """Candidates of the latest discovery that are no slot."""
-        known = {slot["slot_index"] for slot in self._slots()}
-        return [row for row in self._candidates() if row["slot_index"] not in known]
+        indexes = {slot["slot_index"] for slot in self._slots()}
+        return [row for row in self._candidates() if row["slot_index"] not in indexes]
 
     def _slots(self) -> list[Record]:
         return [s for s in client().items(f"{self.path}/resource-slots") if not s["retired_at"]]

@@ -51,8 +51,8 @@ def list_pools(
     live = None if every else True
     if project:
         path = f"/projects/{project}/pools"
-        own = _list_of(project, live) if direct else client().items(path, live=live)
-        output.rows(own, *PROJECT_COLUMNS, "allocation_id")
+        of_project = _list_of(project, live) if direct else client().items(path, live=live)
+        output.rows(of_project, *PROJECT_COLUMNS, "allocation_id")
         return
     pools = _list(live) if direct else list(client().items("/pools", live=live))
     pools.sort(key=lambda pool: pool["memory_bytes"], reverse=True)
@@ -248,8 +248,8 @@ def _list_of(project: str, live: bool | None) -> list[dict[str, Any]]:
 
     with _database() as (_settings, engine), reading(engine) as conn:
         id = rows.get(conn, Project, projects.id_of(conn, project)).id
-        own = pools.every(conn, live=live, project_id=id)
-        return [pool.model_dump(mode="json") for pool in ProjectPool.of_pools(conn, own)]
+        of_project = pools.every(conn, live=live, project_id=id)
+        return [pool.model_dump(mode="json") for pool in ProjectPool.of_pools(conn, of_project)]
 
 
 def _read_hosts() -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ from reconciler.model.errors import Problem
 commands = typer.Typer()
 app = typer.Typer(no_args_is_help=True, help="API tokens: create, list, revoke.")
 commands.add_typer(app, name="token")
-own = typer.Typer(no_args_is_help=True, help="Tokens of your own, made with the one you use.")
-app.add_typer(own, name="own")
+own_app = typer.Typer(no_args_is_help=True, help="Tokens of your own, made with the one you use.")
+app.add_typer(own_app, name="own")
 
 _COLUMNS = ("id", "name", "role", "project_id", "valid", "expires_at", "revoked_at")
 RoleName = Literal["platform-admin", "project-member", "node"]
@@ -66,7 +66,7 @@ def revoke(token: Annotated[str, typer.Argument(help="The token's id.")]) -> Non
     output.record(client().delete(f"/admin/tokens/{token}"))
 
 
-@own.command("create")
+@own_app.command("create")
 def create_own(
     *,
     name: Annotated[str, typer.Option(help="What it is for.")],
@@ -83,13 +83,13 @@ def create_own(
     _print(client().post("/tokens", body))
 
 
-@own.command("list")
+@own_app.command("list")
 def list_own() -> None:
     """List the token that you use, and the tokens made with it."""
     output.rows(client().items("/tokens"), *_COLUMNS, "parent_id")
 
 
-@own.command("revoke")
+@own_app.command("revoke")
 def revoke_own(token: Annotated[str, typer.Argument(help="The token's id.")]) -> None:
     """Revoke a token of this list at once, with the tokens made with it."""
     output.record(client().delete(f"/tokens/{token}"))

@@ -232,8 +232,8 @@ async def _without_login(api: FastAPI, request: Request, after: str, problem: Pr
 
 def _begun(request: Request, state: str) -> tuple[str, str]:
     """The login that this browser began, and the page to which it leads."""
-    known = cookie_name(request, _cookie(state)) if _STATE.fullmatch(state) else ""
-    login = request.cookies.get(known, "")
+    cookie = cookie_name(request, _cookie(state)) if _STATE.fullmatch(state) else ""
+    login = request.cookies.get(cookie, "")
     begun_at, _, rest = login.partition(".")
     if not hmac.compare_digest(state.encode(), _derived(login, "state").encode()):
         raise _failed("the answer to a login that this browser began", "another state")

@@ -283,9 +283,9 @@ async def tokens(visit: Visit) -> Response:
 
 async def account(visit: Visit) -> Response:
     """The visitor's own tokens. A new token's secret is shown once."""
-    own = await visit.get("/tokens", limit=50, **visit.query("cursor"))
+    tokens = await visit.get("/tokens", limit=50, **visit.query("cursor"))
     projects = await visit.get("/projects", limit=1000)
-    return visit.page("account.html", tokens=own, projects=projects["items"])
+    return visit.page("account.html", tokens=tokens, projects=projects["items"])
 
 
 async def usage(visit: Visit) -> Response:

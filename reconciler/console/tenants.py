@@ -33,8 +33,8 @@ async def start(visit: Visit) -> Response:
     """Operators begin with the fleet, members with their project."""
     if visit.admin:
         return RedirectResponse("/console/fleet", 303)
-    own = (await visit.get("/projects"))["items"]
-    target = f"/console/projects/{own[0]['id']}" if len(own) == 1 else "/console/projects"
+    projects = (await visit.get("/projects"))["items"]
+    target = f"/console/projects/{projects[0]['id']}" if len(projects) == 1 else "/console/projects"
     return RedirectResponse(target, 303)
 
 
@@ -54,8 +54,8 @@ async def project(visit: Visit) -> Response:
     allocations = await visit.get(f"/projects/{name}/allocations", limit=50, **query)
     quota = await visit.get(f"/projects/{name}/quota")
     # An id that the service has made says nothing to people.
-    own = (await visit.get("/projects", limit=1000))["items"]
-    names = {row["id"]: row["name"] for row in own}
+    projects = (await visit.get("/projects", limit=1000))["items"]
+    names = {row["id"]: row["name"] for row in projects}
     tokens: Document = {"items": [], "next": None}
     if visit.admin:
         tokens = await visit.get("/admin/tokens", limit=50, project_id=name)
@@ -73,14 +73,14 @@ async def project(visit: Visit) -> Response:
 async def jobs(visit: Visit) -> Response:
     """Queue, models, pools, newest jobs and dead letters of a project's inference jobs."""
     project = visit.named("project")
-    own = f"/projects/{project}"
-    path = f"{own}/jobs"
+    base = f"/projects/{project}"
+    path = f"{base}/jobs"
     return visit.page(
         "jobs.html",
         project=project,
         charts=[charts.of_queue(await visit.get(f"{path}/depth"))],
         models=(await visit.get(f"{path}/models"))["models"],
-        pools=(await visit.get(f"{own}/pools", live=True, limit=100))["items"],
+        pools=(await visit.get(f"{base}/pools", live=True, limit=100))["items"],
         newest=(await visit.get(path, limit=20))["items"],
         dead=await visit.get(path, status="dead_letter", limit=50, **visit.query("cursor")),
     )

@@ -61,9 +61,9 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
         # Name and address. A host's own guests never reach it.
         reached = [
             (name, address)
-            for name, host, own in targets
+            for name, host, node_id in targets
             for address in _addresses(host) or ()
-            if offer.reaches(address) and users - {own}
+            if offer.reaches(address) and users - {node_id}
         ]
         shared = _open_to_guests(settings)
         closed = [f"{address} ({name})" for name, address in reached if address not in shared]

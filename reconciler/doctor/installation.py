@@ -129,11 +129,11 @@ def keys(settings: Settings) -> Iterator[Finding]:
     if trust.gateway_authority.exists():
         findings += _private(trust.gateway_authority, 0o600)
     for key in sorted(trust.directory.iterdir()):
-        findings += own(key, settings)
+        findings += ownership(key, settings)
     yield from findings or [ok(str(trust.directory))]
 
 
-def own(file: Path, settings: Settings) -> Iterator[Finding]:
+def ownership(file: Path, settings: Settings) -> Iterator[Finding]:
     """A failure when a file belongs to another user than its state folder: a command that root ran
     has written it.
     """
@@ -191,15 +191,15 @@ def collection(settings: Settings) -> Iterator[Finding]:
     folder = settings.collections_path / shipped.COLLECTION
     playbooks = {file.stem for file in (folder / "playbooks").glob("*.yml")}
     missing = [name for name in contract.PLAYBOOKS if name not in playbooks]
-    own = _collection_version(shipped.COLLECTIONS / shipped.COLLECTION)
+    version = _collection_version(shipped.COLLECTIONS / shipped.COLLECTION)
     present = _collection_version(folder)
     text = f"{folder}, version {present or 'unknown'}, {len(playbooks)} playbooks"
     if missing:
         text = f"{folder} without {', '.join(missing) if playbooks else 'any playbook'}"
     yield fail(
         text,
-        unless=not missing and present == own,
-        expected=f"the collection gpuaas.slice {own}, which comes with this program",
+        unless=not missing and present == version,
+        expected=f"the collection gpuaas.slice {version}, which comes with this program",
         remedy="remove GPUAAS_COLLECTIONS_PATH from the settings, or install the archive of this"
         " version there; in a checkout: scripts/collection-path",
     )

@@ -207,7 +207,7 @@ def database(settings: Settings) -> Iterator[Finding]:
         if not file.is_file():
             yield _no_database(f"no file {file}")
             return
-        if findings := list(installation.own(file, settings)):
+        if findings := list(installation.ownership(file, settings)):
             yield from findings
             return
         mode = file.stat().st_mode & 0o777

@@ -289,11 +289,11 @@ def _problem(code: str, found: str) -> Problem:
 
 async def probe(trust: Trust, name: str, port: int) -> None:
     """Connect to a gateway without a key. Raises unless it proves itself and asks for one."""
-    known = asyncssh.import_known_hosts(gateway_hosts(trust, name, port))
+    host_keys = asyncssh.import_known_hosts(gateway_hosts(trust, name, port))
     with contextlib.suppress(asyncssh.PermissionDenied):
         async with asyncio.timeout(10):
             connection = await asyncssh.connect(
-                name, port, username="doctor", client_keys=None, known_hosts=known, **_CLIENT
+                name, port, username="doctor", client_keys=None, known_hosts=host_keys, **_CLIENT
             )
         connection.abort()
         raise ConnectionError("it lets a client in that has no key")

@@ -184,14 +184,14 @@ class Sessions:
         # Several connections of a person have the same answer. A round may not come to its end: who
         # waits longest is the next.
         order = sorted(granted, key=lambda client: client.judged_at)
-        asked = {granted[client]: client for client in order}
-        waiting = deque(item for item in asked.items() if item[0] not in self._judging)
+        claims = {granted[client]: client for client in order}
+        waiting = deque(item for item in claims.items() if item[0] not in self._judging)
         late = threading.Event()
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._judges, self._judge, waiting, late, now)
         await asyncio.wait({work}, timeout=self.limits.check_s)
         late.set()
-        answers = {claim: self._judged[claim] for claim in asked if claim in self._judged}
+        answers = {claim: self._judged[claim] for claim in claims if claim in self._judged}
         self._judged.clear()
         for client, claim in granted.items():
             # A late answer says nothing of the time since.
@@ -278,11 +278,11 @@ class Sessions:
         now = asyncio.get_running_loop().time()
         if now - self._refused_at >= self.limits.report_s:
             self._refusals, self._refused_at = set(), now
-        known = bool(session.person)
-        source = session.owner if known else session.neighbourhood
+        by_name = bool(session.person)
+        source = session.owner if by_name else session.neighbourhood
         # A stranger may invent as many names as it likes.
-        refusal = (known, source, "" if code == "access_unknown" else user, code)
-        of_kind = [other[1] for other in self._refusals if other[0] == known]
+        refusal = (by_name, source, "" if code == "access_unknown" else user, code)
+        of_kind = [other[1] for other in self._refusals if other[0] == by_name]
         if (
             refusal in self._refusals
             or len(of_kind) >= self.limits.refusals

@@ -250,8 +250,8 @@ class _Tar:
                 entry.size = int(longer.get("size", entry.size))
             if kind == tarfile.GNUTYPE_SPARSE or entry.size < 0:
                 raise ValueError(f"{entry.name[:100]!r}: a sparse file, or a negative size")
-            known = kind in tarfile.SUPPORTED_TYPES and kind not in HEADERS
-            self._left = 0 if known and not entry.isreg() else entry.size
+            supported = kind in tarfile.SUPPORTED_TYPES and kind not in HEADERS
+            self._left = 0 if supported and not entry.isreg() else entry.size
             padding = -self._left % tarfile.BLOCKSIZE
             if kind in HEADERS:
                 if entry.size > bounds.BLOCK:

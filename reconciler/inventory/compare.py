@@ -147,7 +147,7 @@ class Comparison(Findings):
     # Devices that another service with the same records wrote last.
     twins: list[str] = field(default_factory=list)
     # Facts about its device that each node keeps (see `_known`), by node id.
-    known: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def compare(
@@ -183,7 +183,7 @@ def compare(
     ]
     _add(result, [new for new in candidates if new is not None], netbox.devices)
     usable = {id: device for id, device in pairs.items() if device.id not in contradictory}
-    result.known = {id: _known(device) for id, device in usable.items() if " " not in id}
+    result.facts = {id: _known(device) for id, device in usable.items() if " " not in id}
     if _has_fields(result, netbox.machines, MACHINE_FIELDS):
         slices, released = _machines(result, machines, netbox.machines, usable)
         # If the networks cannot be read, a machine with interfaces is not deleted, because their

@@ -191,8 +191,8 @@ class Client(Conversation):
         """Version as numbers; () if MAAS shows none."""
         text = self._parsed(_Version, self._get("/version/")).version
         numbers = text.partition("-")[0].partition("~")[0].split(".")[:2]
-        known = all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers)
-        return tuple(int(number) for number in numbers) if known else ()
+        numeric = all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers)
+        return tuple(int(number) for number in numbers) if numeric else ()
 
     def machines(self, tag: str) -> tuple[list[Machine], dict[str, RunError]]:
         """All machines with a tag, and why others are in no form that can be read, by system id."""

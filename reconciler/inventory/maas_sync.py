@@ -102,7 +102,7 @@ def tend(engine: Engine, settings: Settings) -> None:
     if not settings.maas_url:
         return
     due = READINGS.due(engine)
-    if due.asked or (due.changed and not due.failed) or due.over:
+    if due.requested or (due.changed and not due.failed) or due.over:
         run(engine, settings, Reading(due.at, due.event_id, due.request_number, due.apply))
 
 
@@ -117,8 +117,8 @@ def run(engine: Engine, settings: Settings, document: Reading) -> Reading:
             for expected, machine in result.bound:
                 node = expected.node
                 if retrying(engine, partial(_bind, node=node, machine=machine)):
-                    known = replace(expected, node=replace(node, maas=binding(machine)))
-                    result.pairs.append((known, machine))
+                    bound = replace(expected, node=replace(node, maas=binding(machine)))
+                    result.pairs.append((bound, machine))
                     done["nodes bound"] += 1
             if document.applied:
                 for new in result.added:

@@ -136,8 +136,8 @@ def other_address(node: Node, machine: Machine) -> str:
     """Addresses of a deployed machine without the node's; "" otherwise."""
     if machine.status != Status.DEPLOYED or not _is_address(node.address):
         return ""
-    known = node.address in machine.ip_addresses
-    return "" if known else ", ".join(machine.ip_addresses) or "none"
+    listed = node.address in machine.ip_addresses
+    return "" if listed else ", ".join(machine.ip_addresses) or "none"
 
 
 def compare(

@@ -55,16 +55,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Due:
-    """Reasons for a comparison now. last: the last one, empty before the first. asked, apply: a
-    person has requested one since then, or one that writes. changed: state has changed since then.
-    over: the last one is too old.
+    """Reasons for a comparison now. last: the last one, empty before the first. requested, apply:
+    a person has requested one since then, or one that writes. changed: state has changed since
+    then. over: the last one is too old.
     """
 
     at: float
     event_id: int
     request_number: int
     last: Mapping[str, Any]
-    asked: bool
+    requested: bool
     apply: bool
 
     @property

@@ -68,7 +68,7 @@ def tend(engine: Engine, settings: Settings) -> None:
     prompt = settings.netbox_sync and changed and not due.failed
     applied, complete = due.last.get("applied"), due.last.get("complete")
     unfinished = bool(applied and not complete and not due.failed)
-    if due.asked or prompt or due.over or unfinished:
+    if due.requested or prompt or due.over or unfinished:
         apply = settings.netbox_sync or due.apply or unfinished
         run(engine, settings, NetboxReading(due.at, due.event_id, due.request_number, apply))
 
@@ -140,9 +140,9 @@ def _compare(
         subject = "networks of slices"
         result.note("forbidden", subject, refusal.expected, refusal.found, refusal.remedy)
     for expected in nodes:
-        known = result.known.get(expected.node.id)
-        if known != expected.node.netbox:
-            retrying(engine, partial(node_records.update, id=expected.node.id, netbox=known))
+        facts = result.facts.get(expected.node.id)
+        if facts != expected.node.netbox:
+            retrying(engine, partial(node_records.update, id=expected.node.id, netbox=facts))
     return result
 
 

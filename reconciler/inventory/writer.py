@@ -403,15 +403,15 @@ class Writer:
 
     def _write_journal(self, *, last: bool = True) -> None:
         """Write the entries of devices that were written. last: of this pass."""
-        known = [
+        keys = [
             key
             for key, row in self._pending.items()
             if row["entry"]["assigned_object_id"] not in self._unknown
         ]
-        for key in known:
+        for key in keys:
             self._pending[key]["seal"] = ""
         self._store()
-        for some in chunks(known):
+        for some in chunks(keys):
             self._require_term()
             try:
                 self._netbox.add_journal([self._pending[key]["entry"] for key in some])

@@ -192,8 +192,8 @@ def _named(
     conn: sa.Connection, holdings: Mapping[str, Any], records: Mapping[str, Allocation]
 ) -> list[Allocation]:
     """Allocations on any node that the host names and that the records do not contain."""
-    known = {name for key in records for name in prefixes(key.replace("-", ""))}
-    names = sorted({name for name in _names(holdings) if name not in known})[:_NAMES]
+    prefixed = {name for key in records for name in prefixes(key.replace("-", ""))}
+    names = sorted({name for name in _names(holdings) if name not in prefixed})[:_NAMES]
     if not names:
         return []
     # A query with a range of the primary key for each name, because a host may invent any names.
@@ -507,14 +507,14 @@ def _unproven_since_boot(conn: sa.Connection, node: Node) -> bool:
     """
     if node.state != NodeState.READY:
         return False
-    wanted = sa.select(slots.c.id).where(
+    query = sa.select(slots.c.id).where(
         slots.c.node_id == node.id,
         slots.c.retired_at.is_(None),
         slots.c.status == SlotState.DISABLED,
         slots.c.wanted == SlotState.AVAILABLE,
     )
     # Before the reports, which are large: a host that sells all of its slots has none of these.
-    if not rows.first(conn, wanted) or not (parity := reports.latest_parity(conn, node.id)):
+    if not rows.first(conn, query) or not (parity := reports.latest_parity(conn, node.id)):
         return False
     discovery = reports.latest_discovery(conn, node.id)
     if discovery is not None and discovery.boot_id != node.boot_id:

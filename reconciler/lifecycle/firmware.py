@@ -93,8 +93,8 @@ def compare(
     install_id: of the discovery. A report of the tenant's installation proves nothing.
     """
     node = rows.get(conn, Node, node_id, lock=True)
-    own = install_id == node.install_id and not node.tenant_machine_ids
-    if node.firmware_before is None or not own:
+    trusted = install_id == node.install_id and not node.tenant_machine_ids
+    if node.firmware_before is None or not trusted:
         return
     host = firmware.bounded(document.get("firmware"), firmware.HOST)
     after = firmware.merged(host, node.firmware_bmc or {})

@@ -132,7 +132,7 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
         opened: list[str] = []
         closed: dict[str, list[dict[str, str]]] = {}
         seen = host(conn, node_id)
-        wanted = (SlotState.DISABLED, SlotState.AVAILABLE, None)
+        sellable = (SlotState.DISABLED, SlotState.AVAILABLE, None)
         for slot in rows.every(conn, query.order_by(slots.c.slot_index), Slot):
             closed_by = judge(conn, slot, proofs.current(conn, slot), seen)
             if closed_by:
@@ -140,7 +140,7 @@ def open_gate(conn: sa.Connection, node_id: str, act: Act) -> dict[str, Any]:
                 continue
             with locks.slot(conn, slot.id) as now:
                 # An operator may have disabled or withdrawn it since.
-                if (now.status, now.wanted, now.retired_at) == wanted:
+                if (now.status, now.wanted, now.retired_at) == sellable:
                     make_available(conn, slot.id, act)
                     opened.append(slot.id)
         return {"opened": opened, "closed": closed}

@@ -115,8 +115,8 @@ def _installed_anew(
         claims.c.state.in_((ClaimState.RESERVED, ClaimState.PROVISIONING, ClaimState.ACTIVE)),
     )
     # The last one that it reported may not be among those that are kept.
-    known = machine_id in {*node.tenant_machine_ids, node.machine_id}
-    if known or tokens.known_host_key(conn, node.id, host_key) or rows.first(conn, held):
+    known_machine = machine_id in {*node.tenant_machine_ids, node.machine_id}
+    if known_machine or tokens.known_host_key(conn, node.id, host_key) or rows.first(conn, held):
         if certificates.cut_off(conn, node.id):
             node_records.require_installed(node)
         return
@@ -399,8 +399,8 @@ def _learn_hardware(
 ) -> None:
     """Keep what the host says of its machine. A tenant who was root could report any machine."""
     node, machine = rows.get(conn, Node, node_id), hardware.machine_of(document)
-    own = install_id == node.install_id and not node.tenant_machine_ids
-    if not machine or not own:
+    trusted = install_id == node.install_id and not node.tenant_machine_ids
+    if not machine or not trusted:
         return
     learned = hardware.learned(machine, node.hardware)
     if learned != node.hardware:

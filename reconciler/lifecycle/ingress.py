@@ -341,8 +341,8 @@ def _require_free(conn: sa.Connection, allocation_id: str, wish: NewRule) -> Non
             found="another rule, which is not removed",
             remedy="choose another public port, or wait until that rule is removed",
         )
-    own = live.where(ingress_rules.c.allocation_id == allocation_id)
-    if len(rows.every(conn, own)) >= MOST:
+    of_allocation = live.where(ingress_rules.c.allocation_id == allocation_id)
+    if len(rows.every(conn, of_allocation)) >= MOST:
         raise Problem(
             "ingress_limit",
             expected=f"fewer than {MOST} rules of the allocation",

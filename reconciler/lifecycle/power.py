@@ -179,8 +179,8 @@ def seen_running(conn: sa.Connection, ids: Collection[str], act: Act, *, boot_id
     """
     for id in sorted(ids):
         allocation = rows.get(conn, Allocation, id, lock=True)
-        known = allocation.started_boot_id == boot_id and not allocation.stopped
-        if allocation.state != AllocationState.ACTIVE or allocation.power_action or known:
+        up_to_date = allocation.started_boot_id == boot_id and not allocation.stopped
+        if allocation.state != AllocationState.ACTIVE or allocation.power_action or up_to_date:
             continue
         # The error of a start is over once the machine runs; that of a stop is not.
         error = allocation.error if allocation.stopped else {}
@@ -275,13 +275,13 @@ def _queue(
     # All runs of power have the fence of the claim. The allocation's generation only grows, and by
     # it the host tells a late run from its successor.
     fence = rows.get(conn, Allocation, allocation.id).generation
-    wanted: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "action": action.value,
         "boot_id": node.boot_id,
         "power_fence": fence,
         "was_stopped": allocation.stopped or was_stopped,
     }
-    queue.add(conn, run_on_slots(allocation, TaskKind.SLICE_VM_POWER, held, **wanted), act)
+    queue.add(conn, run_on_slots(allocation, TaskKind.SLICE_VM_POWER, held, **parameters), act)
 
 
 def _set(conn: sa.Connection, allocation: Allocation, **values: Any) -> None:

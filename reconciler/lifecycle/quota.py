@@ -120,7 +120,7 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> list[Allocation]:
     query = sa.select(projects.c.quota, settings.column(_DEFAULTS), _HAS_FAILED).where(
         projects.c.id == project_id
     )
-    if (known := conn.execute(query).one_or_none()) and known == ({}, {}, False):
+    if (row := conn.execute(query).one_or_none()) and row == ({}, {}, False):
         return []
     project = rows.get(conn, Project, project_id, lock=True)
     now = clock.read(conn)
@@ -129,9 +129,9 @@ def admit(conn: sa.Connection, project_id: str, gpus: int) -> list[Allocation]:
     for name, allowed in sorted(limits(conn, project).items()):
         if name not in use:  # A limit of jobs.
             continue
-        asked = gpus if name == "gpus" else 1
-        if use[name] + asked > allowed:
-            raise exceeded(name, use[name], asked, allowed, _wait_s(records, name, allowed, now))
+        count = gpus if name == "gpus" else 1
+        if use[name] + count > allowed:
+            raise exceeded(name, use[name], count, allowed, _wait_s(records, name, allowed, now))
     return records
 
 
@@ -230,7 +230,7 @@ def _wait_s(records: list[Allocation], name: str, allowed: int, now: float) -> i
     return max(1, int(recent[-allowed].created_at + HOUR_S - now) + 1)
 
 
-def exceeded(name: str, use: int, asked: int, allowed: int, wait_s: int) -> Problem:
+def exceeded(name: str, use: int, count: int, allowed: int, wait_s: int) -> Problem:
     detail: dict[str, Any] = {"limit": name, "used": use, "allowed": allowed}
     # A limit of 0 is lifted by people, not by time.
     rate = bool(wait_s)
@@ -240,7 +240,7 @@ def exceeded(name: str, use: int, asked: int, allowed: int, wait_s: int) -> Prob
         "rate_exceeded" if rate else "quota_exceeded",
         429 if rate else 409,
         expected=f"at most {allowed} {name} of this project",
-        found=str(use) if rate else f"{use}, and {asked} more asked for",
+        found=str(use) if rate else f"{use}, and {count} more asked for",
         remedy=f"ask again after {wait_s} s"
         if wait_s
         else "wait until those have ended, or ask the operators for more"

@@ -41,7 +41,7 @@ def launched_with(conn: sa.Connection, project_id: str, line: str) -> bool:
     )
     key = ssh_keys.bare(line)
     given = conn.execute(theirs).scalars()
-    return any(key == ssh_keys.bare(own) for lines in given for own in lines)
+    return any(key == ssh_keys.bare(text) for lines in given for text in lines)
 
 
 @dataclass(frozen=True)

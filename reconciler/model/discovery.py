@@ -89,12 +89,12 @@ def with_gpu_count(document: Document, expected: int) -> dict[str, Any]:
     count, summary = gpu_count(document), document["candidate_summary"]
     if not expected or count == expected:
         return dict(document)
-    known = {blocker.code for blocker in degraded(document)}
+    codes = {blocker.code for blocker in degraded(document)}
     detail = f"{count} of {expected} GPUs are present"
     if count > expected:
         detail = f"the host lists {count} GPUs, gpu.expected of its hardware profile is {expected}"
         summary = {**summary, "blockers": sorted({*summary.get("blockers", ()), GPU_COUNT})}
-    faults = [Blocker(GPU_COUNT, detail).document()] if GPU_COUNT not in known else []
+    faults = [Blocker(GPU_COUNT, detail).document()] if GPU_COUNT not in codes else []
     summary = {**summary, "degraded": [*faults, *section(summary, "degraded")]}
     return {**document, "candidate_summary": summary}
 

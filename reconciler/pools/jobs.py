@@ -486,15 +486,15 @@ def _fold(conn: sa.Connection, project: Project, count: int) -> tuple[dict[str, 
     return most, kept
 
 
-def _limited(name: str, use: float, asked: float, most: int) -> Problem:
-    if asked > most:
-        return quota.exceeded(name, math.ceil(use), math.ceil(asked), most, 0)
+def _limited(name: str, use: float, count: float, most: int) -> Problem:
+    if count > most:
+        return quota.exceeded(name, math.ceil(use), math.ceil(count), most, 0)
     kept = "" if name == "jobs_open" else "; results younger than a minute are kept"
     return Problem(
         "job_limit",
         429,
         expected=f"at most {most} {name} of this project",
-        found=f"{use:g}, and {asked:g} more{kept}",
+        found=f"{use:g}, and {count:g} more{kept}",
         remedy=f"ask again after {READABLE_S} s",
         detail={"limit": name, "allowed": most, "retry_after_s": READABLE_S},
     )

@@ -174,8 +174,8 @@ def serve(
                 found=digest,
                 remedy="put the file back, or start the pool again for the new one",
             )
-    known = sa.update(pools).where(pools.c.id == pool.id)
-    conn.execute(known.values(digests={**digests, **pool.digests}))
+    statement = sa.update(pools).where(pools.c.id == pool.id)
+    conn.execute(statement.values(digests={**digests, **pool.digests}))
     update = sa.update(pool_workers).where(pool_workers.c.id == worker_id)
     conn.execute(update.values(models=sorted(models), beat_at=clock.now()))
     return rows.get(conn, PoolWorker, worker_id)

@@ -64,23 +64,23 @@ def own_group(proc: Path = Path("/proc/self")) -> Group | None:
     return None
 
 
-def parent_group(own: Group | None) -> Group | None:
+def parent_group(group: Group | None) -> Group | None:
     """The group in which workers get theirs; None if this process may not make any.
 
     In version 2 it is the parent of this process's own, because a group with processes has no
     groups with limits below it.
     """
-    if own is None:
+    if group is None:
         return None
-    path = own.path if own.version == 1 else own.path.parent
-    if own.version == 2:
+    path = group.path if group.version == 1 else group.path.parent
+    if group.version == 2:
         try:
             control = (path / "cgroup.subtree_control").read_text().split()
         except OSError:
             return None
         if "memory" not in control or not os.access(path / "cgroup.procs", os.W_OK):
             return None
-    return Group(own.version, path) if os.access(path, os.W_OK) else None
+    return Group(group.version, path) if os.access(path, os.W_OK) else None
 
 
 def make(parent: Group, worker_id: str, memory_bytes: int) -> str:
@@ -160,17 +160,17 @@ def of_processes(pids: Iterable[int]) -> dict[int, int]:
     return sizes
 
 
-def of_host(own: Group | None) -> tuple[int, int]:
+def of_host(group: Group | None) -> tuple[int, int]:
     """Bytes of memory and those in use: of the machine, or of the group with the lowest limit among
     this process's own and, in version 2, those above it, such as the unit of the service.
     """
     words = _fields(Path("/proc/meminfo"))
     total = words["MemTotal:"] * 1024
     used = total - words["MemAvailable:"] * 1024
-    if own is None:
+    if group is None:
         return total, used
-    name = "memory.limit_in_bytes" if own.version == 1 else "memory.max"
-    for path in (own.path,) if own.version == 1 else (own.path, *own.path.parents):
+    name = "memory.limit_in_bytes" if group.version == 1 else "memory.max"
+    for path in (group.path,) if group.version == 1 else (group.path, *group.path.parents):
         with suppress(OSError, ValueError):  # "max", or no file at the root.
             limit = int((path / name).read_text())
             if limit < total:

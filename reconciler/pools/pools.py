@@ -143,14 +143,14 @@ def devices(conn: sa.Connection) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def gpus(
-    of: Sequence[Pool], known: Mapping[tuple[str, str], dict[str, Any]]
+    of: Sequence[Pool], devices: Mapping[tuple[str, str], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """GPUs of living pools by pool. known: the devices that hosts report."""
+    """GPUs of living pools by pool. devices: those that hosts report."""
     return {
         pool.id: [
-            known[pool.host_id, device]
+            devices[pool.host_id, device]
             for device in pool.devices
-            if (pool.host_id, device) in known and pool.state in LIVE_POOLS
+            if (pool.host_id, device) in devices and pool.state in LIVE_POOLS
         ]
         for pool in of
     }
@@ -328,12 +328,12 @@ def _refusal(conn: sa.Connection, host: PoolHost, wish: NewPool, free: int) -> P
             found=repr(unknown[0]),
             remedy="correct the name, or put its file into the folder of models of that host",
         )
-    known = {device["id"] for device in host.devices}
-    if missing := sorted(set(wish.devices) - known):
+    ids = {device["id"] for device in host.devices}
+    if missing := sorted(set(wish.devices) - ids):
         return Problem(
             "device_unknown",
             422,
-            expected=f"devices of host {host.name}: {', '.join(sorted(known)) or 'none'}",
+            expected=f"devices of host {host.name}: {', '.join(sorted(ids)) or 'none'}",
             found=missing[0],
             remedy="list them with `gpuaas pools hosts`",
         )

@@ -139,8 +139,8 @@ def turn(
     mine = sa.and_(control.RUNNING, jobs.c.worker == worker.id)
     query = sa.select(jobs.c.id, jobs.c.token, jobs.c.lost).where(mine)
     held = {(id, token): lost for id, token, lost in conn.execute(query)}
-    own = [(call, outcome) for call, outcome in ended if (call.id, call.token) in held]
-    counted = leases.finish(conn, own)
+    of_worker = [(call, outcome) for call, outcome in ended if (call.id, call.token) in held]
+    counted = leases.finish(conn, of_worker)
     back = {(call.id, call.token): call for call in returned if (call.id, call.token) in held}
     leases.give_back(conn, list(back.values()))
     rest = [lost for key, lost in held.items() if key[0] not in counted and key not in back]
@@ -150,7 +150,7 @@ def turn(
         room = 0 if any(rest) else min(claim.limit, HELD - len(rest))
         if not claimed and room > 0:
             claimed = leases.claim(conn, worker, limit=room, token=claim.token, alone=not rest)
-    dead = leases.buried(own, counted)
+    dead = leases.buried(of_worker, counted)
     return Turn(len(counted), claimed, pool.state in SERVING_POOLS, dead)
 
 

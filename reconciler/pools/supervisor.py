@@ -284,8 +284,8 @@ class Supervisor:
 
     def _left(self, worker_id: str, seen: dict[str, list[Process]]) -> list[Process]:
         """Processes of a worker: those with its mark, and those that had it."""
-        known = dict.fromkeys([*self._known.get(worker_id, ()), *seen.get(worker_id, ())])
-        self._known[worker_id] = left = [each for each in known if processes.is_left(each)]
+        marked = dict.fromkeys([*self._known.get(worker_id, ()), *seen.get(worker_id, ())])
+        self._known[worker_id] = left = [each for each in marked if processes.is_left(each)]
         return left
 
     def _is_gone(self, worker: _Worker) -> bool:

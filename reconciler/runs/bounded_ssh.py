@@ -89,7 +89,7 @@ def _write(target: int, data: bytearray, *, last: bool) -> bytearray:
     """Write without escape characters; returns what must wait for more."""
     match = None if last else _BEGINNING.search(data, max(0, len(data) - 5))
     end = match.start() if match else len(data)
-    harmless = _ESCAPE.sub(lambda found: _SHOWN.get(found[0], rb"\u241b"), data[:end])
+    harmless = _ESCAPE.sub(lambda escape: _SHOWN.get(escape[0], rb"\u241b"), data[:end])
     while harmless:
         harmless = harmless[os.write(target, harmless) :]
     return data[end:]

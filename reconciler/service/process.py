@@ -88,8 +88,8 @@ def running(
         os.kill(os.getpid(), signal.SIGTERM)
 
     # A connection of its own: requests may occupy all others.
-    own = open_engine(settings.database)
-    heartbeat = Heartbeat(own, roles, lease_s=settings.leader_lease_s, give_up=give_up)
+    own_engine = open_engine(settings.database)
+    heartbeat = Heartbeat(own_engine, roles, lease_s=settings.leader_lease_s, give_up=give_up)
     loops = Loops(settings, engine, heartbeat.lease)
     # Each in a thread of its own, so that a NetBox or MAAS that hangs keeps no other loop waiting.
     inventories = [
@@ -101,7 +101,7 @@ def running(
         if url
     ]
     with ExitStack() as parts:
-        parts.callback(own.dispose)
+        parts.callback(own_engine.dispose)
         if worker is not None:
             worker.start()
             parts.callback(worker.stop)

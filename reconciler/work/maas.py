@@ -259,16 +259,16 @@ def _begin(
 
 def _sources(node: Node, machine: Machine) -> list[str]:
     """Addresses from which the machine may fetch its token."""
-    known = []
+    addresses = []
     for text in {node.address, *machine.ip_addresses}:
         try:
-            known.append(str(ip_address(text)))
+            addresses.append(str(ip_address(text)))
         except ValueError:
             continue
-    if not known:
+    if not addresses:
         remedy = f"set an IP address (`gpuaas nodes change {node.id} --address ADDRESS`)"
         raise _refused("address_unknown", node, "no address of the machine", remedy)
-    return sorted(known)
+    return sorted(addresses)
 
 
 def _require_machine(node: Node, machine: Machine) -> None:

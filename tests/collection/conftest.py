@@ -45,13 +45,13 @@ class Installed:
         """The result of a playbook with blocks, argument specifications, a module, its private
         utilities and a profile. It reads this machine.
         """
-        said = self.run(
+        output = self.run(
             "ansible-playbook", "gpuaas.slice.discover", "-i", "localhost,", "-c", "local",
             "-e", f"ansible_python_interpreter={sys.executable}",
             "-e", f"slice_profile_file={self.path / 'profiles' / 'lab.yml'}",
             ANSIBLE_SHOW_CUSTOM_STATS="true",
         )  # fmt: skip
-        result: dict[str, Any] = json.loads(said.rpartition("RUN: ")[2])["slice_result"]
+        result: dict[str, Any] = json.loads(output.rpartition("RUN: ")[2])["slice_result"]
         return result
 
     def json(self, *argv: str) -> dict[str, Any]:

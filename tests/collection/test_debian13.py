@@ -95,13 +95,13 @@ def test_the_modules_run_on_debian_13(host: Path, installed: Installed, tmp_path
     assert version == [3, 13] and set(names) == modules
 
     (tmp_path / "play.yml").write_text(PLAY)
-    said = installed.run(
+    output = installed.run(
         "ansible-playbook", str(tmp_path / "play.yml"), "-i", "localhost,", "-c", "local",
         "-e", f"ansible_python_interpreter={python}",
         "-e", f"slice_profile_file={installed.path / 'profiles' / 'lab.yml'}",
         ANSIBLE_SHOW_CUSTOM_STATS="true", ANSIBLE_PIPELINING="true",
     )  # fmt: skip
-    stats = json.loads(said.rpartition("RUN: ")[2])
+    stats = json.loads(output.rpartition("RUN: ")[2])
     discovery = contract.check_result(stats["slice_result"])["evidence"]["discovery"]
     assert discovery["identity"]["machine_id"] == MACHINE_ID
     assert stats["cache"]["images"] == [] and stats["cache"]["free_bytes"] > 0

@@ -52,8 +52,8 @@ def python_of(release: str, folder: Path) -> str:
     if not too_new(release):
         return sys.executable
     version = f">={'.'.join(map(str, PYTHON[series(release)]))},<3.14"
-    found = [UV, "python", "find", "-q", "--no-project", "--no-python-downloads", version]
-    done = subprocess.run(found, capture_output=True, text=True, check=False)
+    command = [UV, "python", "find", "-q", "--no-project", "--no-python-downloads", version]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"ansible-core {release} needs a Python {version} on the search path")
     python = folder / "python" / "bin" / "python"
@@ -117,5 +117,5 @@ def test_the_collection_claims_the_releases_that_are_played() -> None:
     oldest, newest = (series(RELEASES.rows[place]).split(".") for place in (0, -1))
     assert claim == f">={'.'.join(oldest)}.0,<{newest[0]}.{int(newest[1]) + 1}"
     for role in ROOT.glob("roles/*/meta/main.yml"):
-        found = yaml.safe_load(role.read_text())["galaxy_info"]["min_ansible_version"]
-        assert found == ".".join(oldest), role
+        minimum = yaml.safe_load(role.read_text())["galaxy_info"]["min_ansible_version"]
+        assert minimum == ".".join(oldest), role

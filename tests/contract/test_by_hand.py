@@ -138,9 +138,9 @@ def played(profile: dict[str, object], *words: str) -> str:
 def test_a_part_that_fails_fails_the_playbook() -> None:
     """Ansible takes a failure for rescued if no task of the rescue has the tag."""
     # A value of a single host stands beside the profile that its group shares.
-    own = json.dumps({"slice_profile_overrides": {"network": {"tmfifo": "neither"}}})
+    overrides = json.dumps({"slice_profile_overrides": {"network": {"tmfifo": "neither"}}})
     shared = f"slice_profile_file={ROOT}/profiles/lab.yml"
-    words = ("-e", shared, "-e", own, "--tags", "network")
+    words = ("-e", shared, "-e", overrides, "--tags", "network")
     output = play(FOLDER / "bootstrap.yml", *HERE, *words)
     assert "rescued=1" in output and "failed=1" in output, output
     assert '"ok": false' in output and "'neither'" in output

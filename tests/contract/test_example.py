@@ -73,8 +73,8 @@ def render(folder: Path, *words: str) -> dict[str, Any]:
 def test_its_variables_are_those_of_the_run_contract_and_of_the_reconciler(tmp_path: Path) -> None:
     rendered = render(tmp_path)
     for playbook in ("provision_slice", "verify_absent", "release_slice"):
-        known = contract.schema(playbook)["properties"]
-        variables = {name: value for name, value in rendered.items() if name in known}
+        properties = contract.schema(playbook)["properties"]
+        variables = {name: value for name, value in rendered.items() if name in properties}
         if playbook != "provision_slice":
             variables["slice_allocation"] = {"id": variables["slice_allocation"]["id"]}
         contract.check_vars(playbook, {**variables, "slice_run": RUN})
@@ -113,6 +113,6 @@ def test_a_release_has_a_higher_fence_than_its_launch(tmp_path: Path) -> None:
 def test_the_commands_of_the_page_reach_for_the_host(words: list[str]) -> None:
     """A missing variable would end them before they contact a host. Nothing listens on port 1."""
     done = play([*words, "-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1"])
-    said = "UNREACHABLE!" if words[0] == "ansible" else "unreachable=1"
-    assert said in done.stdout, done.stdout + done.stderr
+    report = "UNREACHABLE!" if words[0] == "ansible" else "unreachable=1"
+    assert report in done.stdout, done.stdout + done.stderr
     assert "failed=0" in done.stdout or words[0] == "ansible"

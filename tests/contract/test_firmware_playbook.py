@@ -36,7 +36,7 @@ def play(
         "slice_racadm_program": str(folder / "racadm"),
         "bios_settings_down_after": 0,
     }
-    values = {key: one for key, one in (defaults | variables).items() if one is not None}
+    values = {key: value for key, value in (defaults | variables).items() if value is not None}
     given.write_text(json.dumps(values))
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps({"all": {"hosts": {"host": inventory or {}}}}))
@@ -70,7 +70,7 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     assert {job["status"] for job in result["evidence"]["bios"]["jobs"]} == {
         "Completed", "Reboot Completed",
     }  # fmt: skip
-    checks = {one["check"]: one["status"] for one in result["evidence"]["preflight"]["checks"]}
+    checks = {row["check"]: row["status"] for row in result["evidence"]["preflight"]["checks"]}
     assert checks["bios_settings"] == "PASS" and json.loads(state.read_text())["cycles"] == 1
     # A run that was lost after it had made its job: the next one follows the same job.
     controller = json.loads(state.read_text())
@@ -106,7 +106,7 @@ def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
     code, result = play(tmp_path, inventory=forged, **mine, slice_apply=False)
     # The settings could not be read; the rest of the machine was checked.
     assert (code, result["ok"], result["evidence"]["bios"]) == (0, True, {})
-    checks = {one["check"]: one for one in result["evidence"]["preflight"]["checks"]}
+    checks = {row["check"]: row for row in result["evidence"]["preflight"]["checks"]}
     assert checks["bios_settings"]["status"] == "FAIL" and len(checks) > 1
     assert f"{tmp_path}/no-key.asc" in checks["bios_settings"]["detail"]
     # When the run has to change the settings, it fails, with that reason.
@@ -123,7 +123,7 @@ def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
         " || exit;"
     )
     code, result = play(tmp_path, beside=tenant, **mine, slice_apply=False)
-    checks = {one["check"]: one for one in result["evidence"]["preflight"]["checks"]}
+    checks = {row["check"]: row for row in result["evidence"]["preflight"]["checks"]}
     assert (code, "a-tenant" in checks["bios_settings"]["detail"]) == (0, True)
 
 
@@ -143,7 +143,7 @@ def test_a_racadm_that_answers_is_enough_whatever_brought_it(tmp_path: Path) -> 
         tmp_path, beside=there, slice_profile=profile, slice_racadm_program=None, slice_apply=False
     )
     assert (code, result["ok"]) == (0, True)
-    checks = {one["check"]: one["detail"] for one in result["evidence"]["preflight"]["checks"]}
+    checks = {row["check"]: row["detail"] for row in result["evidence"]["preflight"]["checks"]}
     assert "is Disabled, not Enabled" in checks["bios_settings"]
 
 

@@ -38,9 +38,9 @@ def read(path: Path) -> Any:
 
 def sequence(folder: Path) -> list[str]:
     """Return the steps of `molecule test`, as molecule merges them."""
-    own = read(folder / "molecule.yml").get("scenario", {})
-    found: list[str] = own.get("test_sequence", BASE["scenario"]["test_sequence"])
-    return found
+    scenario = read(folder / "molecule.yml").get("scenario", {})
+    steps: list[str] = scenario.get("test_sequence", BASE["scenario"]["test_sequence"])
+    return steps
 
 
 def test_every_role_is_converged_by_a_scenario_of_its_own() -> None:
@@ -76,8 +76,8 @@ def test_molecule_fetches_nothing() -> None:
     assert BASE["prerun"] is False
     assert BASE["dependency"]["enabled"] is False
     for folder in SCENARIOS:
-        own = read(folder / "molecule.yml")
-        assert not {"prerun", "dependency"} & set(own), folder.name
+        document = read(folder / "molecule.yml")
+        assert not {"prerun", "dependency"} & set(document), folder.name
 
 
 def test_included_files_exist() -> None:

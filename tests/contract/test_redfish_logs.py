@@ -56,14 +56,14 @@ def play(folder: Path, *tasks: dict[str, Any]) -> str:
 def test_the_password_of_a_bmc_is_in_no_log(bmc: standin.Bmc, tmp_path: Path) -> None:
     # Refusals of this BMC repeat the request.
     bmc.begin(echo=True)
-    asked = {
+    arguments = {
         "host": bmc.address, "ca_file": bmc.ca_file, "state": "present",
         "password": "{{ lookup('ansible.builtin.env', 'IDRAC_PASSWORD') }}",
     }  # fmt: skip
     output = play(
         tmp_path,
-        {"gpuaas.slice.redfish_bios": {**asked, "user": "root"}},
-        {"gpuaas.slice.redfish_bios": {**asked, "user": "stranger"}, "ignore_errors": True},
+        {"gpuaas.slice.redfish_bios": {**arguments, "user": "root"}},
+        {"gpuaas.slice.redfish_bios": {**arguments, "user": "stranger"}, "ignore_errors": True},
     )
     assert len(bmc.record()["patches"]) == 1 and "bmc_login_refused" in output
     # Terminal and host log show both invocations, without the password.

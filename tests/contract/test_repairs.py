@@ -33,18 +33,18 @@ def includes(node: Any) -> Iterator[dict[str, Any]]:
 
 def given(path: Path) -> dict[str, dict[str, str]]:
     """Return the variables of each role in a file of tasks or plays, by the role's name."""
-    found: dict[str, dict[str, str]] = {}
+    roles: dict[str, dict[str, str]] = {}
     for task in includes(yaml.safe_load(path.read_text())):
         name = str(task["ansible.builtin.include_role"]["name"]).removeprefix("gpuaas.slice.")
-        found[name] = {key: str(value) for key, value in (task.get("vars") or {}).items()}
-    return found
+        roles[name] = {key: str(value) for key, value in (task.get("vars") or {}).items()}
+    return roles
 
 
 def of_playbooks() -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    roles: dict[str, dict[str, str]] = {}
     for name in SOURCES:
-        found |= given(ROOT / "playbooks" / f"{name}.yml")
-    return found
+        roles |= given(ROOT / "playbooks" / f"{name}.yml")
+    return roles
 
 
 @pytest.mark.parametrize("path", sorted(REPAIRS.glob("*.yml")), ids=lambda path: path.stem)
@@ -52,7 +52,7 @@ def test_a_repair_gives_a_role_what_its_playbook_gives_it(path: Path) -> None:
     (role, mine), *others = given(path).items()
     assert (role, others) == (path.stem, [])
     theirs = of_playbooks()[role]
-    own = OWN.get(role, set())
+    excluded = OWN.get(role, set())
     translated = {
         key: value.replace("slice_parity_profile", "slice_profile").replace(
             "slice_parity_allow_reboot", "slice_allow_reboot"
@@ -60,8 +60,8 @@ def test_a_repair_gives_a_role_what_its_playbook_gives_it(path: Path) -> None:
         for key, value in mine.items()
     }
     assert set(translated) == set(theirs)
-    assert {k: v for k, v in translated.items() if k not in own} == {
-        k: v for k, v in theirs.items() if k not in own
+    assert {k: v for k, v in translated.items() if k not in excluded} == {
+        k: v for k, v in theirs.items() if k not in excluded
     }
 
 

@@ -80,8 +80,8 @@ class Recorder:
             return
         result = "error" if report.failed and report.when != "call" else report.outcome
         test = self.tests.setdefault(report.nodeid, {"rows": [], "result": NOT_RUN})
-        known = [] if test["result"] == NOT_RUN else [test["result"]]
-        test["result"] = worst([*known, result])
+        earlier = [] if test["result"] == NOT_RUN else [test["result"]]
+        test["result"] = worst([*earlier, result])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -168,5 +168,5 @@ def worst(results: Iterable[str]) -> str:
 
 def summary(results: list[str]) -> str:
     """Such as "12 passed, 1 not run"."""
-    counts = [f"{results.count(one)} {one}" for one in reversed(_WORST_FIRST) if one in results]
+    counts = [f"{results.count(end)} {end}" for end in reversed(_WORST_FIRST) if end in results]
     return ", ".join(counts) or "none"

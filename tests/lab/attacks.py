@@ -142,10 +142,10 @@ class Attacks:
             unit = _UNIT.format(folder=_GUEST_FOLDER, mac=each.guest.guard.mac, pause=PAUSE_S)
             rounds = base64.encodebytes(gzip.compress(self._texts[each.place].encode())).decode()
             script = _GUEST.format(folder=_GUEST_FOLDER, sender=sender, rounds=rounds, unit=unit)
-            said = slice_steps.in_guest(
+            output = slice_steps.in_guest(
                 self.stage, "sudo sh -s", script, allocation=each.allocation
             )
-            return said.split()
+            return output.split()
 
         with ThreadPoolExecutor() as pool:
             return list(pool.map(run, self.slices))

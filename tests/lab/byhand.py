@@ -77,10 +77,10 @@ class Report:
     status: int
     checks: dict[str, Fields]
     summary: Fields
-    told: str
+    output: str
 
     def having(self, status: str) -> dict[str, Fields]:
-        return {name: one for name, one in self.checks.items() if one["status"] == status}
+        return {name: check for name, check in self.checks.items() if check["status"] == status}
 
 
 def way(stage: Stage, user: str = "root") -> list[str]:
@@ -117,9 +117,9 @@ def parity(stage: Stage, *words: str, user: str = "root") -> Report:
     lines = done.stdout.splitlines()
     assert lines, done.stderr
     assert all(_LINE.fullmatch(line) for line in lines[:-1]), done.stdout
-    found = [fields(_HEAD, line) for line in lines[:-1]]
-    checks = {one["check"]: one for one in found}
-    assert len(checks) == len(found), "a check has one line"
+    rows = [fields(_HEAD, line) for line in lines[:-1]]
+    checks = {row["check"]: row for row in rows}
+    assert len(checks) == len(rows), "a check has one line"
     return Report(done.returncode, checks, fields(_SUMMARY, lines[-1]), done.stderr)
 
 
@@ -129,19 +129,19 @@ def playbooks(stage: Stage, *names: str, limit_s: float = _LIMIT_S, **variables:
 
     They get the profile and the approved slots, as from the reconciler.
     """
-    known = {"slice_profile": stage.profile(), "slice_slots": stage.bundles(), **variables}
+    values = {"slice_profile": stage.profile(), "slice_slots": stage.bundles(), **variables}
     file = stage.folder / "operator_variables.json"
-    file.write_text(json.dumps(known))
+    file.write_text(json.dumps(values))
     full = [f"gpuaas.slice.{name}" for name in names]
     words = ["playbook", *full, "-i", str(INVENTORY), "-e", f"@{file}"]
     return _ansible(stage, words, limit_s)
 
 
-def changed(said: str) -> set[str]:
+def changed(output: str) -> set[str]:
     """Return the number of changed tasks for each host, from the recap."""
-    found = set(re.findall(r"\bchanged=(\d+)", said))
-    assert found, said[-6000:]
-    return found
+    counts = set(re.findall(r"\bchanged=(\d+)", output))
+    assert counts, output[-6000:]
+    return counts
 
 
 def reboot(stage: Stage) -> None:
@@ -209,12 +209,12 @@ def booted(stage: Stage, *, after: str = "") -> None:
 
 
 def _is_up(stage: Stage, after: str) -> bool:
-    asked = f"'cat {_BOOT_ID}; systemctl is-system-running || true'"
+    script = f"'cat {_BOOT_ID}; systemctl is-system-running || true'"
     try:
-        now, told = stage.on_host("sh", "-c", asked, limit_s=60).split()
+        now, state = stage.on_host("sh", "-c", script, limit_s=60).split()
     except (LabError, subprocess.TimeoutExpired, ValueError):
         return False  # The host is going down or coming up.
-    return now != after and told in _UP
+    return now != after and state in _UP
 
 
 def standalone(stage: Stage, script: Path, **settings: str) -> Done:
@@ -244,11 +244,11 @@ def commissioning(stage: Stage) -> dict[str, list[Fields]]:
         GPUAAS_SLICE_FABRIC_LINK=stage.profile()["fabric"]["link"],
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, list[Fields]] = {}
+    sections: dict[str, list[Fields]] = {}
     for line in done.stdout.splitlines():
         head = line.partition(" ")[0]
-        found.setdefault(head.removeprefix("GPUAAS_SLICE_"), []).append(fields(head, line))
-    return found
+        sections.setdefault(head.removeprefix("GPUAAS_SLICE_"), []).append(fields(head, line))
+    return sections
 
 
 def _ansible(stage: Stage, words: Sequence[str], limit_s: float) -> str:

@@ -35,9 +35,9 @@ def compared(stage: Stage, files: list[Path], picture: Path) -> dict[str, Captur
     """Return the differences of the second capture by metric; the chart must name each metric."""
     assert stage.service is not None
     words = ["--output", "json", "host", "benchmark", "compare", *map(str, files)]
-    told = json.loads(stage.service.cli(*words, "--svg", str(picture)))
-    assert [one["label"] for one in told["captures"]] == [file.stem for file in files]
-    rows = {row["metric"]: row["cells"][1] for row in told["rows"]}
+    comparison = json.loads(stage.service.cli(*words, "--svg", str(picture)))
+    assert [capture["label"] for capture in comparison["captures"]] == [file.stem for file in files]
+    rows = {row["metric"]: row["cells"][1] for row in comparison["rows"]}
     text = picture.read_text()
     assert text.startswith("<svg")
     assert all(metric in text for metric in rows)

@@ -119,11 +119,11 @@ def assert_guest_uses_storage(stage: Stage, allocation: dict[str, Any] | None = 
     """
     with ThreadPoolExecutor() as pool:
         served = pool.submit(stage.on_host, "sh", "-s", stdin=_SERVE)
-        asked = slice_steps.in_guest(stage, "python3 -", _ASK, allocation=allocation).split()
-        assert asked[:2] == served.result().split() != []
+        answer = slice_steps.in_guest(stage, "python3 -", _ASK, allocation=allocation).split()
+        assert answer[:2] == served.result().split() != []
     limit = stage.profile()["vm"]["mgmt_qos"]
     least_s = (8 * _BYTES / 1000 - limit["burst_kb"]) / limit["rate_kbps"]
-    assert all(float(seconds) > 0.9 * least_s for seconds in asked[2:]), (asked, least_s)
+    assert all(float(seconds) > 0.9 * least_s for seconds in answer[2:]), (answer, least_s)
 
 
 def knock(stage: Stage, doors: Sequence[tuple[str, int]]) -> dict[str, str]:

@@ -96,8 +96,8 @@ def alone(
 
 def save(stage: Stage, done: Done) -> None:
     """Save the stage's host with its reconciler, once per key; both continue afterwards."""
-    wanted = key(stage.firmware)
-    if os.environ.get("GPUAAS_LAB_SAVE") == "0" or _saved(stage.firmware, wanted) is not None:
+    digest = key(stage.firmware)
+    if os.environ.get("GPUAAS_LAB_SAVE") == "0" or _saved(stage.firmware, digest) is not None:
         return
     if stage.service is None:
         raise LabError("the reconciler is not started")
@@ -105,7 +105,7 @@ def save(stage: Stage, done: Done) -> None:
         stage.console.print("the prepared host is not saved: the reconciler still works on it")
         return
     notes = {
-        "key": wanted,
+        "key": digest,
         "known": {name: stage.facts[name] for name in ("project", "image_id")},
         "done": {name: _plain(done[name]) for name in STORY},
     }
@@ -145,12 +145,12 @@ def _prepare(stage: Stage) -> Done:
     return done
 
 
-def _saved(firmware: str, wanted: str) -> saved.Saved | None:
+def _saved(firmware: str, digest: str) -> saved.Saved | None:
     try:
         kept = saved.entry(_name(firmware))
     except LabError:
         return None
-    return kept if kept.notes.get("key") == wanted else None
+    return kept if kept.notes.get("key") == digest else None
 
 
 def _name(firmware: str) -> str:

@@ -37,8 +37,8 @@ def records(stage: Stage) -> dict[str, Any]:
     fields = ("state", "generation", "claims", "task_ids")
     allocations = {}
     for row in list(api.items("/admin/allocations")):
-        found = api.get(f"/admin/allocations/{row['id']}")
-        allocations[row["id"]] = {name: found[name] for name in fields}
+        allocation = api.get(f"/admin/allocations/{row['id']}")
+        allocations[row["id"]] = {name: allocation[name] for name in fields}
     return {
         "slots": list(api.items(stage.path("/resource-slots"))),
         "allocations": allocations,
@@ -60,8 +60,8 @@ def refusal(stage: Stage, ask: Callable[[], Any]) -> str:
 def ledger_entry(stage: Stage, slot_id: str) -> dict[str, Any]:
     """Return the host ledger's entry for a slot."""
     text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    entry: dict[str, Any] = json.loads(text)
+    return entry
 
 
 def beginning(stage: Stage, device: str, mib: int = 16) -> str:

@@ -32,6 +32,6 @@ def play(stage: Stage, name: str) -> None:
         check=False,
     )
     # The failed task stands far above the end of the output, which reports the clean-up.
-    told = [line[:3000] for line in done.stdout.splitlines() if "fatal: " in line]
-    assert done.returncode == 0, "\n".join([*told, done.stdout[-3000:], done.stderr[-3000:]])
+    errors = [line[:3000] for line in done.stdout.splitlines() if "fatal: " in line]
+    assert done.returncode == 0, "\n".join([*errors, done.stdout[-3000:], done.stderr[-3000:]])
     scenarios.SCENARIOS.record(name, str(round(time.monotonic() - began)))

@@ -46,9 +46,9 @@ def test_guest_and_container_pass_and_do_not_meet(stage: Stage, story: Chapter) 
     story.needs("neighbours")
     slice_steps.provision(stage)
     _all_pass(stage)
-    own = stage.on_host("ip", "-4", "-br", "address", "show", "dev", "mgmt0").split()[2]
+    address = stage.on_host("ip", "-4", "-br", "address", "show", "dev", "mgmt0").split()[2]
     container = stage.on_host("docker", "inspect", "-f", "{{.NetworkSettings.IPAddress}}", "web")
-    doors = [("172.17.0.1", 8080), (own.partition("/")[0], 8080), (container.strip(), 80)]
+    doors = [("172.17.0.1", 8080), (address.partition("/")[0], 8080), (container.strip(), 80)]
     assert set(networks.knock(stage, doors).values()) == {"timeout"}
     story.done["slice beside a container"] = True
 

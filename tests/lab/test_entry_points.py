@@ -52,7 +52,7 @@ true
 
 
 @pytest.fixture(scope="module", autouse=True)
-def found(stage: Stage, story: Chapter) -> str:
+def state(stage: Stage, story: Chapter) -> str:
     """State of the host before the first of these tests."""
     story.needs("prepared")
     return _look(stage)
@@ -90,8 +90,8 @@ def test_a_missing_nat_rule_is_named_with_its_remedy_and_repaired_on_request(sta
         repaired = byhand.parity(stage, *byhand.token(stage), "--remediate")
         assert (repaired.status, repaired.having("FAIL")) == (0, {})
         # Checks that passed were not touched.
-        told = [line for line in repaired.told.splitlines() if "repaired: " in line]
-        assert told == ["repaired: slice_network"]
+        lines = [line for line in repaired.output.splitlines() if "repaired: " in line]
+        assert lines == ["repaired: slice_network"]
         stage.on_host("iptables", "-t", "nat", "-C", *rule)
     finally:
         stage.on_host("systemctl", "restart", BASELINE)
@@ -124,9 +124,9 @@ def test_parity_from_the_installed_archive(stage: Stage, tmp_path: Path) -> None
     (archive,) = tmp_path.glob("gpuaas-slice-*.tar.gz")
     play("ansible-galaxy", "collection", "install", str(archive), "-p", str(installed), "--offline")
     words = ["-i", str(INVENTORY), "-e", f"@{_variables(stage, tmp_path)}"]
-    said = play("ansible-playbook", "gpuaas.slice.parity", *words)
-    assert re.search(r"GPUAAS_SLICE_PARITY_SUMMARY status=\w+ checks=\d+ failures=0 ", said)
-    assert re.search(r"status=PASS check=vfio_binding detail=4", said)
+    output = play("ansible-playbook", "gpuaas.slice.parity", *words)
+    assert re.search(r"GPUAAS_SLICE_PARITY_SUMMARY status=\w+ checks=\d+ failures=0 ", output)
+    assert re.search(r"status=PASS check=vfio_binding detail=4", output)
 
 
 @pytest.mark.covers("HOST-9")
@@ -134,7 +134,7 @@ def test_a_transition_by_kernel_name_shows_who_the_disk_is_and_never_acts(stage:
     """The disk carries another owner's files and belongs to no slot."""
     taken = {slot["nvme_eui"] for slot in stage.bundles()}
     (disk,) = (
-        one for one in stage.host().devices["data"] if one["shared"] and one["eui64"] not in taken
+        row for row in stage.host().devices["data"] if row["shared"] and row["eui64"] not in taken
     )
     by_id, mount = f"/dev/disk/by-id/nvme-eui.{disk['eui64']}", f"/share{disk['index']}"
     name = stage.on_host("readlink", "-f", by_id).strip()
@@ -164,9 +164,9 @@ def test_a_disk_is_taken_by_the_plan_that_was_approved(stage: Stage, tmp_path: P
     """A disk without a slot and with another owner's files: planned, approved, wiped."""
     taken = {slot["nvme_eui"] for slot in stage.bundles()}
     (disk,) = (
-        one
-        for one in stage.host().devices["data"]
-        if not one["shared"] and one["eui64"] not in taken
+        disk
+        for disk in stage.host().devices["data"]
+        if not disk["shared"] and disk["eui64"] not in taken
     )
     by_id, mount = f"/dev/disk/by-id/nvme-eui.{disk['eui64']}", "/test-share"
     tool = "gpuaas_slice_storage_transition.sh"
@@ -183,13 +183,13 @@ def test_a_disk_is_taken_by_the_plan_that_was_approved(stage: Stage, tmp_path: P
         acting = [*words, "--apply", "--yes", "--approved", str(approved)]
         done = byhand.script(stage, tool, *acting)
         assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
-        (device,) = told["devices"]
+        answer = json.loads(done.stdout)
+        (device,) = answer["devices"]
         assert (device["nvme_device"], device["serial"]) == (by_id, disk["serial"])
         assert (device["mounts"], device["filesystems"], device["steps"]) == ([], {}, [])
         assert device["proof"]["verified"]
         assert mount not in stage.on_host("findmnt", "-rno", "TARGET").splitlines()
-        (kept,) = json.loads(stage.on_host("cat", told["manifest"]))["devices"]
+        (kept,) = json.loads(stage.on_host("cat", answer["manifest"]))["devices"]
         assert kept["proof"]["digest"] == device["proof"]["digest"]
         assert (kept["serial"], kept["mounts"]) == (disk["serial"], [mount])
 
@@ -218,12 +218,12 @@ def test_the_runtime_is_prepared_without_a_reboot(stage: Stage) -> None:
 def test_the_commissioning_script_sees_what_the_firmware_gives(stage: Stage) -> None:
     """Without RACADM, on a bootstrapped host, so that the kernel uses the IOMMU."""
     before = _look(stage)
-    found = byhand.commissioning(stage)
-    checks = {one["check"]: one for one in found["FIRMWARE"]}
+    rows = byhand.commissioning(stage)
+    checks = {row["check"]: row for row in rows["FIRMWARE"]}
     assert checks["bios_settings"]["detail"] == "not_applicable"
     assert checks["firmware_virtualization"]["detail"] in ("svm", "vmx")
     # The NVMe check warns because of disks with foreign files and of the system disk.
-    assert {name: one["status"] for name, one in checks.items()} == {
+    assert {name: row["status"] for name, row in checks.items()} == {
         **dict.fromkeys(checks, "PASS"),
         "nvme": "WARN",
     }
@@ -231,19 +231,19 @@ def test_the_commissioning_script_sees_what_the_firmware_gives(stage: Stage) -> 
     assert checks["iommu_groups"]["detail"].endswith(" IOMMU groups")
 
     bound = {slot["gpu_pci_address"] for slot in stage.bundles()}
-    gpus = {one["address"]: one["driver"] for one in found["GPU"]}
+    gpus = {row["address"]: row["driver"] for row in rows["GPU"]}
     assert len(gpus) == stage.profile()["gpu"]["expected"]
     assert {address for address, driver in gpus.items() if driver == "vfio-pci"} == bound
-    (card,) = found["FABRIC"]
+    (card,) = rows["FABRIC"]
     assert card["sriov_numvfs"] == str(stage.profile()["fabric"]["vfs_per_pf"])
     assert int(card["sriov_totalvfs"]) >= int(card["sriov_numvfs"])
-    disks = {one["serial"]: one for one in found["NVME"]}
-    data = {one["serial"]: one for one in stage.host().devices["data"]}
+    disks = {row["serial"]: row for row in rows["NVME"]}
+    data = {disk["serial"]: disk for disk in stage.host().devices["data"]}
     assert set(disks) == {"LABOS", *data}
-    assert [serial for serial, one in disks.items() if one["os_disk"] == "yes"] == ["LABOS"]
-    for serial, one in data.items():
-        assert disks[serial]["by_id"] == f"/dev/disk/by-id/nvme-eui.{one['eui64']}"
-    (summary,) = found["FIRMWARE_SUMMARY"]
+    assert [serial for serial, disk in disks.items() if disk["os_disk"] == "yes"] == ["LABOS"]
+    for serial, disk in data.items():
+        assert disks[serial]["by_id"] == f"/dev/disk/by-id/nvme-eui.{disk['eui64']}"
+    (summary,) = rows["FIRMWARE_SUMMARY"]
     assert (summary["status"], summary["failures"]) == ("WARN", "0")
     # The script only reads.
     assert _changes(before, _look(stage)) == []
@@ -400,15 +400,15 @@ def test_all_drift_at_once_is_repaired_by_one_run_and_a_second_run_changes_nothi
     assert edited <= set(looked.having("FAIL")), looked.checks
 
     report = byhand.parity(stage, *byhand.token(stage), "--remediate")
-    assert (report.status, report.having("FAIL")) == (0, {}), report.told
-    told = [line for line in report.told.splitlines() if "repaired: " in line]
+    assert (report.status, report.having("FAIL")) == (0, {}), report.output
+    lines = [line for line in report.output.splitlines() if "repaired: " in line]
     roles = ["boot_configuration", "slice_network", "vfio_binding"]
-    assert told == [f"repaired: {role}" for role in roles]
+    assert lines == [f"repaired: {role}" for role in roles]
     # Parity checks the network that a guest sees; this compares the file itself.
     assert stage.on_host("cat", DNSMASQ) == settings
 
-    said = byhand.playbooks(stage, "convert_to_slice")
-    assert byhand.changed(said) == {"0"}, said[-6000:]
+    output = byhand.playbooks(stage, "convert_to_slice")
+    assert byhand.changed(output) == {"0"}, output[-6000:]
     stage.on_host("sh", "-c", "'modprobe -r pci-stub || true'")
 
 
@@ -436,8 +436,8 @@ echo {rebound} > drivers_probe
 
 
 @pytest.mark.covers("HOST-10")
-def test_the_host_is_as_these_tests_found_it(stage: Stage, found: str) -> None:
-    assert _changes(found, _look(stage)) == []
+def test_the_host_is_as_these_tests_found_it(stage: Stage, state: str) -> None:
+    assert _changes(state, _look(stage)) == []
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"available"}
 
@@ -450,8 +450,8 @@ def test_what_was_repaired_holds_over_a_reboot(stage: Stage) -> None:
     byhand.booted(stage)
     assert _changes(before, _settings(_look(stage))) == []
     prove_again(stage)
-    said = byhand.playbooks(stage, "convert_to_slice")
-    assert byhand.changed(said) == {"0"}, said[-6000:]
+    output = byhand.playbooks(stage, "convert_to_slice")
+    assert byhand.changed(output) == {"0"}, output[-6000:]
 
 
 def _settings(look: str) -> str:
@@ -463,8 +463,8 @@ def _settings(look: str) -> str:
 def _variables(stage: Stage, folder: Path) -> Path:
     """Return the variables that the playbooks need for this host, run by hand."""
     file = folder / "variables.json"
-    known: dict[str, Any] = {"slice_profile": stage.profile(), "slice_slots": stage.bundles()}
-    file.write_text(json.dumps(known))
+    values: dict[str, Any] = {"slice_profile": stage.profile(), "slice_slots": stage.bundles()}
+    file.write_text(json.dumps(values))
     return file
 
 

@@ -70,8 +70,8 @@ def _use_network(stage: Stage, network: dict[str, Any]) -> None:
     """Change the profile's network, and the settings of the host, as the bootstrap does."""
     stage.use(network=network)
     names = ("bridge", "address", "subnet", "tmfifo", "egress_probe")
-    wanted = {name: network[name] for name in (*names, "allowed_networks", "denied_networks")}
-    done = stage.module("ovs_nat", wanted)
+    arguments = {name: network[name] for name in (*names, "allowed_networks", "denied_networks")}
+    done = stage.module("ovs_nat", arguments)
     assert not done["failed"], done
 
 
@@ -102,8 +102,8 @@ def test_a_pool_works_in_a_slice_from_its_launch_to_its_release(
     wish = {"models": ["digits"], "memory_mib": MEMORY_MIB, "project_id": stage.facts["project"]}
     pool = stage.api().post("/pools", {"name": POOL, "target": "allocation", **wish})
     trust = {"ca_certs": {"trusted": [certificate.read_text()]}}
-    own = f"#cloud-config\n{yaml.safe_dump(trust)}"
-    slice_steps.provision(stage, image_id=image_id, worker_pool=POOL, user_data=own)
+    user_data = f"#cloud-config\n{yaml.safe_dump(trust)}"
+    slice_steps.provision(stage, image_id=image_id, worker_pool=POOL, user_data=user_data)
 
     def shown() -> dict[str, Any]:
         document: dict[str, Any] = stage.api().get(f"/pools/{pool['id']}")

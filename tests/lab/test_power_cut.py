@@ -139,8 +139,8 @@ def _ledger(stage: Stage, allocation: dict[str, Any]) -> dict[str, Any]:
     """Return the host ledger's entry for the allocation's slot."""
     slot_id = allocation["claims"][0]["slot_id"]
     text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    entry: dict[str, Any] = json.loads(text)
+    return entry
 
 
 def _await_ready(stage: Stage) -> None:
@@ -164,5 +164,5 @@ def _comes_back(stage: Stage, allocation_id: str) -> None:
     words = ("recover", allocation_id, "--reason", "the host lost its power")
     json.loads(stage.service.cli("--output", "json", *words))
     prove_again(stage)
-    found = stage.task(stage.path("/drift"))
-    assert (found["unknown"], found["skipped"], found["differences"]) == ({}, [], [])
+    result = stage.task(stage.path("/drift"))
+    assert (result["unknown"], result["skipped"], result["differences"]) == ({}, [], [])

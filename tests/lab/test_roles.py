@@ -111,5 +111,5 @@ def _look(stage: Stage) -> str:
 
 
 def _changes(before: str, after: str) -> list[str]:
-    found = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-    return [line for line in found if line[:2] not in ("--", "++", "@@")]
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    return [line for line in lines if line[:2] not in ("--", "++", "@@")]

@@ -93,10 +93,10 @@ def test_no_connection_to_a_host_without_a_certificate(stage: Stage, story: Chap
         api.post(early)
     assert none_enrolled.value.code == "node_not_enrolled"
     # Another machine enrols as that node, but this machine answers at its address.
-    said = {"node_id": "stranger", "hostname": "stranger", "machine_id": "5" * 32}
-    said |= {"host_key": OTHER_KEY, "boot_id": "55555555-5555-4555-8555-555555555555"}
+    identity = {"node_id": "stranger", "hostname": "stranger", "machine_id": "5" * 32}
+    identity |= {"host_key": OTHER_KEY, "boot_id": "55555555-5555-4555-8555-555555555555"}
     token = api.post("/admin/nodes/stranger/enrollment-token")["token"]
-    api.post("/nodes/stranger/enrol", {**said, "token": token})
+    api.post("/nodes/stranger/enrol", {**identity, "token": token})
     task = api.post(early)
     refused = api.wait(task["id"], deadline_s=120)["error"]
     assert refused["code"] == "host_unreachable", refused
@@ -190,17 +190,17 @@ def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
         try:
             stage.on_host("sh", "-c", f"'{make}; udevadm settle'")
             stage.task(stage.path("/slice-topology/discovery"))
-            found = {}
+            codes = {}
             for serial in expected:
                 disk = disks[serial]
-                found[serial] = _approve(
+                codes[serial] = _approve(
                     stage, nvme_device=disk["by_id"], nvme_serial=serial, nvme_eui=disk["eui"]
                 )
             taken = _taken(stage, [disks[serial] for serial in expected])
         finally:
             blank = "".join(f"blkdiscard --zeroout {d};" for d in spare.values())
             stage.on_host("sh", "-c", f"'{undo}; {blank} udevadm settle'")
-        assert found == expected
+        assert codes == expected
         # A plain filesystem that was approved is no obstacle; the other disk stops the takeover of
         # both.
         assert set(expected.values()) - {"unexpected_filesystem"} <= taken
@@ -218,8 +218,8 @@ def _taken(stage: Stage, disks: list[dict[str, Any]]) -> set[str]:
     }
     # On a swap disk only the header is stable.
     before = [beginning(stage, path, mib=1) for path in expected]
-    asked = {"devices": list(expected), "apply": True, "expected": expected}
-    refused = stage.module("nvme_transition", asked)
+    arguments = {"devices": list(expected), "apply": True, "expected": expected}
+    refused = stage.module("nvme_transition", arguments)
     assert [beginning(stage, path, mib=1) for path in expected] == before
     assert refused["failed"] and not refused["changed"], refused
     assert refused["done"] == []
@@ -285,8 +285,8 @@ def test_the_host_makes_nothing_of_approved_disks(stage: Stage, story: Chapter) 
         assert properties["DEVLINKS"] == bundle["nvme_device"]
         assert properties["SYSTEMD_READY"] == "0"
         # What a tenant could write on it: each is found by its program, and taken by nothing.
-        told = stage.on_host("sh", "-s", bundle["nvme_device"], stdin=FOREIGN_LABELS).split()
-        assert told == ["linux_raid_member", "0", "LVM2_member", "0", "1"], told
+        types = stage.on_host("sh", "-s", bundle["nvme_device"], stdin=FOREIGN_LABELS).split()
+        assert types == ["linux_raid_member", "0", "LVM2_member", "0", "1"], types
     built = stage.on_host("sh", "-c", "'lsinitramfs /boot/initrd.img-$(uname -r)'")
     assert "udev/rules.d/62-gpuaas-slice-disks.rules" in built
 

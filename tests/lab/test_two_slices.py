@@ -233,10 +233,10 @@ def _active(stage: Stage, launched: dict[str, Any]) -> dict[str, Any]:
     # Nothing of the seed is left to a guest that is ready.
     assert task["result"]["seed"] == {"destroyed": True, "in_definition": False, "in_guest": False}
     # Open vSwitch has the profile's limit for each direction, and a single QoS row for it.
-    wanted = stage.profile()["vm"]["mgmt_qos"]
+    qos = stage.profile()["vm"]["mgmt_qos"]
     limit = task["result"]["domain"]["qos"]
-    assert {name: limit[name] for name in wanted} == wanted
-    assert (limit["shaped_bps"], limit["rows"]) == (1000 * wanted["rate_kbps"], 1)
+    assert {name: limit[name] for name in qos} == qos
+    assert (limit["shaped_bps"], limit["rows"]) == (1000 * qos["rate_kbps"], 1)
     return allocation
 
 
@@ -358,19 +358,19 @@ def test_a_guest_that_lies_about_itself_says_nothing_of_its_neighbour(
     """Its root writes to the channel itself."""
     story.needs("login")
     honest, liar = story.done["slices"]
-    known = _latest(stage, honest)
+    before = _latest(stage, honest)
     lie = {"allocation_id": honest["id"], "cpus": -7, "gpus": [{"index": -1}], "uptime_s": 41.5}
     slice_steps.in_guest(stage, LIE, f"{json.dumps(lie)}\n", allocation=liar)
     try:
         end = time.monotonic() + LIE_S
-        while (said := _latest(stage, liar)["guest"])["uptime_s"] != lie["uptime_s"]:
-            assert time.monotonic() < end, said
+        while (guest := _latest(stage, liar)["guest"])["uptime_s"] != lie["uptime_s"]:
+            assert time.monotonic() < end, guest
             time.sleep(5)
-        assert (said["cpus"], said["gpus"]) == (None, []), said
-        while (now := _latest(stage, honest))["at"] <= known["at"]:
+        assert (guest["cpus"], guest["gpus"]) == (None, []), guest
+        while (now := _latest(stage, honest))["at"] <= before["at"]:
             assert time.monotonic() < end, now
             time.sleep(5)
-        assert now["guest"]["cpus"] == known["guest"]["cpus"] > 0
+        assert now["guest"]["cpus"] == before["guest"]["cpus"] > 0
     finally:
         slice_steps.in_guest(
             stage, "sudo systemctl start gpuaas-telemetry.service", allocation=liar
@@ -389,7 +389,7 @@ def test_the_disk_of_a_running_machine_is_not_wiped(stage: Stage, story: Chapter
     disk."""
     story.needs("login")
     claim = stage.facts["allocation"]["claims"][0]
-    slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
+    slot = next(slot for slot in stage.bundles() if slot["slot_id"] == claim["slot_id"])
     ledger = ledger_entry(stage, slot["slot_id"])
     # Only the partition table is stable, because the guest writes behind it.
     before = beginning(stage, slot["nvme_device"], mib=1)
@@ -454,8 +454,8 @@ def test_a_flood_of_hardware_addresses_fills_no_table_of_the_switch(
     assert refused["mac_spoofed"] >= 10_000 and refused["packet_rate"] > 0, refused
     flows = stage.on_host("ovs-appctl", "dpctl/dump-flows")
     assert len(flows.splitlines()) < 300, flows[:2000]
-    asked = slice_steps.in_guest(stage, "id -un", allocation=neighbour.allocation)
-    assert asked.strip() == slice_steps.USER
+    user = slice_steps.in_guest(stage, "id -un", allocation=neighbour.allocation)
+    assert user.strip() == slice_steps.USER
     # Both guests have answered through their meters, which the kernel has.
     after = _meters(stage)
     for each in (flooding, neighbour):
@@ -546,8 +546,8 @@ def test_one_is_released_beside_the_other_though_the_reconciler_is_killed(
         story.done["attacks"].remove()
     assert differences(stage) == set()
     # An array and a volume group of the tenant, which nobody has to look at.
-    told = slice_steps.in_guest(stage, "sudo python3 -", LABELS).split()
-    assert told == ["linux_raid_member", "LVM2_member"], told
+    types = slice_steps.in_guest(stage, "sudo python3 -", LABELS).split()
+    assert types == ["linux_raid_member", "LVM2_member"], types
     evidence = slice_steps.release(stage, lambda task_id: _kill_the_reconciler(stage, task_id))
     assert evidence["allocation"] == "released"
     assert evidence["shutdown"] == "graceful"
@@ -580,7 +580,7 @@ def test_a_stale_fence_is_refused_by_the_host(stage: Stage, story: Chapter) -> N
     """The host's ledger has a higher fence than a run from an older claim carries."""
     story.needs("release")
     claim = stage.facts["allocation"]["claims"][0]
-    slot = next(one for one in stage.bundles() if one["slot_id"] == claim["slot_id"])
+    slot = next(slot for slot in stage.bundles() if slot["slot_id"] == claim["slot_id"])
     device = slot["nvme_device"]
     # The disk now has data to lose. With the present fence the same call wipes it, as the end
     # shows.
@@ -613,7 +613,7 @@ def test_host_and_vm_are_measured_by_the_same_harness(
     story.needs("release")
     measured = story.done["slices"][0]
     taken = {claim["slot_id"] for claim in measured["claims"]}
-    disk = next(one["nvme_device"] for one in stage.bundles() if one["slot_id"] not in taken)
+    disk = next(row["nvme_device"] for row in stage.bundles() if row["slot_id"] not in taken)
     node = stage.on_host("readlink", "-f", disk).strip()
     written = captures.writes(stage, node)
     files = [tmp_path / "bare.json", tmp_path / "slice.json"]
@@ -624,13 +624,13 @@ def test_host_and_vm_are_measured_by_the_same_harness(
     assert (guest["kind"], guest["vcpus"], guest["host"]["hostname"]) == ("vm", 1, "slice")
     assert guest["harness"]["digest"] == host["harness"]["digest"]
 
-    found = captures.probes(guest)
+    probes = captures.probes(guest)
     for name in ("cpu", "memory"):
-        assert found[name]["status"] == "ok", found[name]["reason"]
+        assert probes[name]["status"] == "ok", probes[name]["reason"]
     lacking = {"disk": "tool_missing", "rdma": "tool_missing", "gpu": "cuda_driver_missing"}
     for name, code in {**lacking, "vllm": "tool_missing"}.items():
-        assert (found[name]["status"], found[name]["reason"]["code"]) == ("unavailable", code)
-        assert found[name]["reason"]["remedy"]
+        assert (probes[name]["status"], probes[name]["reason"]["code"]) == ("unavailable", code)
+        assert probes[name]["reason"]["remedy"]
     assert captures.probes(host)["disk"]["status"] == "ok"
 
     rows = captures.compared(stage, files, tmp_path / "difference.svg")

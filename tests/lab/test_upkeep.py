@@ -128,11 +128,11 @@ def _terminals_switched(stage: Stage, folder: Path) -> None:
     key = str(stage.folder / "tenant_key")
     words = ["ssh-terminal", stage.facts["allocation"]["id"], "--key", key]
     words += ["--project", stage.facts["project"]]
-    asked = f"sudo sshd -T -C user={slice_steps.USER},host=h,addr=10.100.0.1"
+    command = f"sudo sshd -T -C user={slice_steps.USER},host=h,addr=10.100.0.1"
     for off, lines in (["--off"], "0"), ([], "1"):
         done = _gpuaas(stage, folder, "--token-file", str(folder / "token"), *words, *off)
         assert done.returncode == 0, done.stderr
-        shown = slice_steps.in_guest(stage, f"{asked} | grep -c gpuaas-terminal-ca || true")
+        shown = slice_steps.in_guest(stage, f"{command} | grep -c gpuaas-terminal-ca || true")
         assert shown.strip() == lines, off
 
 
@@ -277,10 +277,10 @@ def test_an_operator_who_is_not_root_proves_and_repairs_by_sudo(
             report = parity(stage, *token(stage), "--remediate", user="hpcadmin")
     finally:
         stage.on_host("sh", "-s", stdin=GONE)
-    assert (report.status, report.having("FAIL")) == (0, {}), report.told
+    assert (report.status, report.having("FAIL")) == (0, {}), report.output
     assert report.checks["vfio_binding"]["status"] == "PASS"
-    told = [line for line in report.told.splitlines() if "repaired: " in line]
-    assert told == ["repaired: slice_network"]
+    lines = [line for line in report.output.splitlines() if "repaired: " in line]
+    assert lines == ["repaired: slice_network"]
 
 
 @pytest.mark.covers("HOST-4", "HOST-6", "HOST-7", "HOST-8", "I16", "SLICE-10")
@@ -299,11 +299,11 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     stage.on_host("sh", "-c", f"'{GREEDY}'")
     try:
         reboot(stage)
-        told = stage.on_host("dmesg").splitlines()
+        lines = stage.on_host("dmesg").splitlines()
     finally:
         stage.on_host("sh", "-c", f"'{CONTENT}'")
     # The stub driver was there before the binding and got only the GPUs that belong to no slot.
-    claims = [line for line in told if "claimed by stub" in line]
+    claims = [line for line in lines if "claimed by stub" in line]
     had = {address for address in gpus if any(address in line for line in claims)}
     assert had == gpus - approved != set()
     allocation = slice_steps.launch(stage)
@@ -332,9 +332,9 @@ def test_the_hosts_certificate_is_renewed_and_sshd_shows_the_new_one(
 ) -> None:
     story.needs("prepared")
     old = stage.api().get(stage.path())
-    told = stage.task(stage.path("/certificate"))["certificate"]
+    certificate = stage.task(stage.path("/certificate"))["certificate"]
     new = stage.api().get(stage.path())
-    assert told["principals"] == [NODE]
+    assert certificate["principals"] == [NODE]
     assert new["certificate_valid_until"] > old["certificate_valid_until"]
     shown = stage.on_host("ssh-keyscan", "-T", "60", "-c", "-t", "ed25519", "127.0.0.1")
     assert new["certificates"][0]["certificate"] in shown
@@ -404,8 +404,8 @@ modprobe -r pci-stub
 
 
 def _gpus(stage: Stage) -> set[str]:
-    found = stage.on_host("sh", "-c", "'grep -lx 0x11e8 /sys/bus/pci/devices/*/device'")
-    return {Path(line).parent.name for line in found.split()}
+    paths = stage.on_host("sh", "-c", "'grep -lx 0x11e8 /sys/bus/pci/devices/*/device'")
+    return {Path(line).parent.name for line in paths.split()}
 
 
 def _recorded(stage: Stage) -> set[str]:

@@ -31,14 +31,14 @@ def test_the_commissioning_script_takes_the_firmwares_word_for_the_iommu(
     story.needs("baremetal")
     assert "DMAR" in stage.on_host("ls", "/sys/firmware/acpi/tables").split()
     groups = stage.on_host("ls", "/sys/kernel/iommu_groups").split()
-    checks = {one["check"]: one for one in byhand.commissioning(stage)["FIRMWARE"]}
+    checks = {check["check"]: check for check in byhand.commissioning(stage)["FIRMWARE"]}
     assert (checks["kvm"]["status"], checks["sriov"]["status"]) == ("PASS", "PASS")
-    told = checks["iommu_groups"]
+    check = checks["iommu_groups"]
     if groups:
-        assert (told["status"], told["detail"]) == ("PASS", f"{len(groups)} IOMMU groups")
+        assert (check["status"], check["detail"]) == ("PASS", f"{len(groups)} IOMMU groups")
     else:
-        assert told["status"] == "WARN"
-        assert "the firmware shows DMAR, the kernel does not ask for it" in told["detail"]
+        assert check["status"] == "WARN"
+        assert "the firmware shows DMAR, the kernel does not ask for it" in check["detail"]
 
 
 @pytest.mark.covers("HOST-4")
@@ -70,8 +70,8 @@ def test_the_standalone_script_bootstraps_with_a_reboot_of_its_own(
 def test_one_playbook_leads_back(stage: Stage, story: Chapter) -> None:
     """Play it past the reconciler, whose record is a bare-metal machine all the time."""
     story.needs("bootstrapped")
-    said = byhand.playbooks(stage, "restore_baremetal", slice_allow_reboot=True)
-    assert byhand.changed(said) != {"0"}
+    output = byhand.playbooks(stage, "restore_baremetal", slice_allow_reboot=True)
+    assert byhand.changed(output) != {"0"}
     # The playbook itself fails if anything remains, so its success covers the rest.
     assert "intel_iommu" not in stage.on_host("cat", "/proc/cmdline")
     byhand.booted(stage)
@@ -125,9 +125,9 @@ echo > devices/{function}/driver_override
 echo {function} > drivers/vfio-pci/unbind
 """
     stage.on_host("sh", "-s", stdin=lost)
-    said = byhand.playbooks(stage, "convert_to_slice", slice_allow_reboot=True)
-    assert byhand.changed(said) != {"0"}
-    assert re.search(r"GPUAAS_SLICE_PARITY_SUMMARY status=\w+ checks=\d+ failures=0 ", said)
+    output = byhand.playbooks(stage, "convert_to_slice", slice_allow_reboot=True)
+    assert byhand.changed(output) != {"0"}
+    assert re.search(r"GPUAAS_SLICE_PARITY_SUMMARY status=\w+ checks=\d+ failures=0 ", output)
     driver = stage.on_host("readlink", f"/sys/bus/pci/devices/{function}/driver")
     assert driver.strip().endswith("/vfio-pci")
     # The service may have compared while the function was missing; the next comparison clears that.
@@ -139,5 +139,5 @@ echo {function} > drivers/vfio-pci/unbind
 
 def _steps(done: byhand.Done) -> dict[str, str]:
     """Return the result of each step of the script."""
-    found = [byhand.fields(_STEP, line) for line in done.stdout.splitlines()]
-    return {one["step"]: one["status"] for one in found}
+    steps = [byhand.fields(_STEP, line) for line in done.stdout.splitlines()]
+    return {step["step"]: step["status"] for step in steps}

@@ -99,8 +99,8 @@ sleep 1
     assert result["compared"]
     # sudo writes records and mkfs loads a module, but no change gives the tenant access again.
     assert [row for row in result["drift"] if row["access"]] == []
-    for one in allocation["claims"][0]["disks"]:
-        assert canary.count(_file(stage, one["nvme_eui"]), mark) == 0
+    for claimed in allocation["claims"][0]["disks"]:
+        assert canary.count(_file(stage, claimed["nvme_eui"]), mark) == 0
     left = stage.on_host("sh", "-c", "'ps -eo args; getent passwd; ls /tmp /home; cat /etc/fstab'")
     for trace in ("sleep 9991", "sleep 9992", f"{USER}:", "left-by-the-tenant", device):
         assert trace not in left, trace
@@ -190,7 +190,7 @@ def test_a_slice_host_refuses_a_bare_metal_tenant_by_itself(stage: Stage, story:
     ledger = json.loads(stage.on_host("cat", "/var/lib/gpuaas/ledger/machine.json"))
     stage.on_host("tee", MODE, stdin='{"mode": "slice"}\n')
     try:
-        found = stage.module(
+        answer = stage.module(
             "baremetal_lease",
             {
                 "allocation_id": "23bd713b-6073-4ef7-8a51-2897e902365d",
@@ -204,7 +204,7 @@ def test_a_slice_host_refuses_a_bare_metal_tenant_by_itself(stage: Stage, story:
             stage.on_host("tee", MODE, stdin=before)
         else:
             stage.on_host("rm", MODE)
-    assert (found["failed"], found["error"]["code"]) == (True, "node_in_slice_mode")
+    assert (answer["failed"], answer["error"]["code"]) == (True, "node_in_slice_mode")
     assert json.loads(stage.on_host("cat", "/var/lib/gpuaas/ledger/machine.json")) == ledger
 
 
@@ -237,10 +237,10 @@ def _launch(stage: Stage) -> dict[str, Any]:
         "ssh_keys": [_key(stage).with_suffix(".pub").read_text().strip()],
         "hostname": "metal",
     }
-    found: dict[str, Any] = stage.member.post(
+    allocation: dict[str, Any] = stage.member.post(
         f"/projects/{stage.facts['project']}/allocations", body
     )
-    return found
+    return allocation
 
 
 def _release(stage: Stage, allocation_id: str) -> dict[str, Any]:

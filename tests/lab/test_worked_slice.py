@@ -157,11 +157,11 @@ def test_the_worked_slice_of_the_page(lab: Lab, image: Document, tmp_path: Path)
 
     edit(page.hosts, address)
 
-    found = page.result("convert_to_slice")["discovery"]
-    bundle = found["candidates"][0]["bundle"]
+    discovery = page.result("convert_to_slice")["discovery"]
+    bundle = discovery["candidates"][0]["bundle"]
     tenant = key(tmp_path / "tenant")
 
-    def own(document: Document) -> None:
+    def replace_key(document: Document) -> None:
         (slot,) = document["slice_slots"]
         slot.update(bundle)
         document["slice_allocation"]["ssh_keys"] = [tenant]
@@ -171,7 +171,7 @@ def test_the_worked_slice_of_the_page(lab: Lab, image: Document, tmp_path: Path)
         document["slice_fabric"] = {"isolation": "vlan", "link": "ethernet", "vlan": 3001}
         document["slice_gateway_authority"] = key(tmp_path / "authority").rpartition(" ")[0]
 
-    edit(page.slice, own)
+    edit(page.slice, replace_key)
     planned = page.result("transition_storage")["devices"]
     approval = {device["nvme_device"]: device["approval"] for device in planned}
     assert list(approval) == [bundle["nvme_device"]] and "/share0" in on_host(lab, "findmnt", "-n")
@@ -190,8 +190,8 @@ def test_the_worked_slice_of_the_page(lab: Lab, image: Document, tmp_path: Path)
     probes = {row["name"]: row["ok"] for row in readiness["probes"]}
     assert probes == dict.fromkeys(("address", "lease", "ssh", "gpu_compute"), True)
 
-    wanted = yaml.safe_load(page.slice.read_text())
-    allocation = wanted["slice_allocation"]
+    variables = yaml.safe_load(page.slice.read_text())
+    allocation = variables["slice_allocation"]
     (vm,) = page.look("slice_vm_info")["machines"]
     assert (vm["allocation_id"], vm["state"]) == (allocation["id"], "running")
     assert vm["disks"] == [bundle["nvme_device"]] and vm["guard_kept"] and vm["flows"]
@@ -260,7 +260,7 @@ class Login:
         self._words = ["ssh", "-F", "/dev/null", *identity, *pairs, f"{user}@{address}"]
 
     def run(self, host_keys: list[str], command: str, stdin: str = "") -> str:
-        self._known.write_text("".join(f"{self._address} {one}\n" for one in host_keys))
+        self._known.write_text("".join(f"{self._address} {host_key}\n" for host_key in host_keys))
         done = subprocess.run(
             [*self._words, command], input=stdin, capture_output=True, text=True, timeout=600,
             check=False,

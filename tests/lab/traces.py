@@ -36,7 +36,7 @@ _SYSCTL = sorted(
     {
         "net.ipv4.ip_forward",
         *_baseline_files.NEIGHBOURS,
-        *(key for one in _tuning_profiles.DEFINITIONS.values() for key in one.sysctl),
+        *(key for definition in _tuning_profiles.DEFINITIONS.values() for key in definition.sysctl),
     }
 )
 
@@ -67,6 +67,6 @@ def look(stage: Stage) -> set[str]:
 
 def differences(before: set[str], after: set[str]) -> list[str]:
     """Return the removed and added entries except EXPECTED, sorted by subject."""
-    found = [(row, f"- {row}") for row in before - after]
-    found += [(row, f"+ {row}") for row in after - before]
-    return [told for row, told in sorted(found) if not _EXPECTED.fullmatch(row.split("\t")[0])]
+    rows = [(row, f"- {row}") for row in before - after]
+    rows += [(row, f"+ {row}") for row in after - before]
+    return [line for row, line in sorted(rows) if not _EXPECTED.fullmatch(row.split("\t")[0])]

@@ -144,11 +144,11 @@ class Awx:
         self.canceled: list[int] = []
 
     def launch(self, template: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-        asked = {"extra_vars": "variables", "limit": "limit", "timeout": "timeout"}
+        fields = {"extra_vars": "variables", "limit": "limit", "timeout": "timeout"}
         taken = {
             key: value
             for key, value in body.items()
-            if key in asked and template[f"ask_{asked[key]}_on_launch"]
+            if key in fields and template[f"ask_{fields[key]}_on_launch"]
         }
         job = _job(len(self.jobs) + 1, template, taken, "pending")
         created = datetime.fromisoformat(STARTED) - timedelta(seconds=self.faults.queue_s)
@@ -384,22 +384,22 @@ class Handler(BaseHTTPRequestHandler):
             }
 
     def _answer(self, awx: Awx, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        asked = f"{self.command} {path.removeprefix(API)}"
+        request = f"{self.command} {path.removeprefix(API)}"
         with self.server.lock:
             if self.server.awx is not awx:
                 raise Cut  # The test that asked is over.
-            awx.requests.append(asked)
+            awx.requests.append(request)
             if self.headers.get("Authorization") != f"Bearer {awx.faults.token}":
                 return 401, _UNAUTHORIZED
-            if _due(awx.faults.drop, asked):
+            if _due(awx.faults.drop, request):
                 raise Cut
-            instead = awx.faults.status.get(asked, [0, 0])
+            instead = awx.faults.status.get(request, [0, 0])
             if instead[1]:
                 instead[1] -= 1
                 return instead[0], {"detail": "made to fail"}
-            if awx.faults.strange.get(asked):
-                return 200, awx.faults.strange[asked].pop(0)
-            if not _due(awx.faults.cut, asked):
+            if awx.faults.strange.get(request):
+                return 200, awx.faults.strange[request].pop(0)
+            if not _due(awx.faults.cut, request):
                 return self._act(path.removeprefix(API), body)
             if not awx.faults.later_s:
                 self._act(path.removeprefix(API), body)
@@ -542,10 +542,10 @@ def _coloured(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, "id": event["counter"], "stdout": text}
 
 
-def _due(times: dict[str, int], asked: str) -> bool:
-    if times.get(asked, 0) <= 0:
+def _due(times: dict[str, int], request: str) -> bool:
+    if times.get(request, 0) <= 0:
         return False
-    times[asked] -= 1
+    times[request] -= 1
     return True
 
 

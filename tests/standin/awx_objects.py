@@ -253,8 +253,8 @@ class Objects:
             number = body.get(field)
             if number is not None and not any(i["id"] == number for i in self._lists[target]):
                 return {field: [f'Invalid pk "{number}" - object does not exist.']}
-        for field, known in KINDS[kind]["choices"].items():
-            if body.get(field) not in (None, "", *known):
+        for field, choices in KINDS[kind]["choices"].items():
+            if body.get(field) not in (None, "", *choices):
                 return {field: [f'"{body[field]}" is not a valid choice.']}
         if item is None and "name" in _writable(kind) and not body.get("name"):
             return {"name": ["This field is required."]}

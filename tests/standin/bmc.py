@@ -36,10 +36,10 @@ class Bmc:
         self._ask("POST", "/standin/begin", {"password": PASSWORD, **faults})
 
     def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._ask("GET", "/standin/record")
-        return found
+        record: dict[str, Any] = self._ask("GET", "/standin/record")
+        return record
 
-    def asked(self, request: str) -> int:
+    def count(self, request: str) -> int:
         return int(self.record()["requests"].count(request))
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -11,8 +11,8 @@ from tests.standin.bmc import Bmc, standing
 
 @pytest.fixture(scope="module")
 def bmc_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bmc]:
-    with standing(tmp_path_factory.mktemp("bmc")) as found:
-        yield found
+    with standing(tmp_path_factory.mktemp("bmc")) as bmc:
+        yield bmc
 
 
 @pytest.fixture

@@ -40,13 +40,13 @@ class Controller:
         self._ask("POST", "/standin/change", faults)
 
     def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._ask("GET", "/standin/record")
-        return found
+        record: dict[str, Any] = self._ask("GET", "/standin/record")
+        return record
 
     def objects(self) -> dict[str, Any]:
         """Objects of an AWX that began `empty`."""
-        found: dict[str, Any] = self._ask("GET", "/standin/objects")
-        return found
+        objects: dict[str, Any] = self._ask("GET", "/standin/objects")
+        return objects
 
     def spoil(self, name: str, **fields: Any) -> None:
         """Change a job template as a person would."""

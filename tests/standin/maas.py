@@ -162,8 +162,8 @@ class Handler(BaseHTTPRequestHandler):
         fields = self._fields(raw)
         kind, _, key = path.partition("/")
         where = f"{kind}/{{id}}{'/' if path.endswith('/') else ''}" if key.strip("/") else path
-        known = TABLE["operations"].get(operation := f"{self.command} {where} {verb}".rstrip(), ())
-        unknown = sorted({*query, *fields} - set(known)) if known is not None else []
+        keys = TABLE["operations"].get(operation := f"{self.command} {where} {verb}".rstrip(), ())
+        unknown = sorted({*query, *fields} - set(keys)) if keys is not None else []
         if operation not in TABLE["operations"] or unknown or path == url.path:
             maas.violations.append(f"{operation} {url.path}: {', '.join(unknown)}")
             self._send(400, maas.violations[-1])

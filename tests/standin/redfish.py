@@ -203,11 +203,11 @@ class Handler(BaseHTTPRequestHandler):
             self.server.bmc = Bmc(Faults(**body))
             return 200, {}, {}
         bmc.requests.append(f"{self.command} {path}")
-        asked = f"{self.command} {path}"
-        if bmc.faults.busy.get(asked, 0) > 0:
-            bmc.faults.busy[asked] -= 1
+        request = f"{self.command} {path}"
+        if bmc.faults.busy.get(request, 0) > 0:
+            bmc.faults.busy[request] -= 1
             return 503, _error("IDRAC.2.8.RAC0218"), {"Retry-After": bmc.faults.retry_after}
-        return self._login(body) if asked == f"POST {SESSIONS}" else self._in_session(path, body)
+        return self._login(body) if request == f"POST {SESSIONS}" else self._in_session(path, body)
 
     def _in_session(self, path: str, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
         bmc = self.server.bmc
@@ -312,9 +312,9 @@ def documents(bmc: Bmc, *, expand: bool) -> dict[str, Any]:
     }
 
 
-def _page(members: list[Any], faults: Faults, asked: str) -> dict[str, Any]:
+def _page(members: list[Any], faults: Faults, path: str) -> dict[str, Any]:
     """Page as an iDRAC does: the count covers all entries, and a link leads to the next page."""
-    skip = int(asked.rpartition("skip=")[2] or 0) if "skip=" in asked else 0
+    skip = int(path.rpartition("skip=")[2] or 0) if "skip=" in path else 0
     after = skip + faults.page
     page = {"Members": members[skip:after], "Members@odata.count": len(members)}
     if after < len(members):

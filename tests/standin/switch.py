@@ -270,9 +270,9 @@ def _printed(flow: str) -> str:
     """A flow as `--no-stats` prints it: commas between match fields only."""
     head, _, actions = flow.partition(",actions=")
     words = head.split(",")
-    own = [word for word in words if word.startswith(("cookie=", "table="))]
+    fields = [word for word in words if word.startswith(("cookie=", "table="))]
     match = [word for word in words if not word.startswith(("cookie=", "table="))]
-    return f"{', '.join([*own, ','.join(match)])} actions={actions}"
+    return f"{', '.join([*fields, ','.join(match)])} actions={actions}"
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
@@ -291,15 +291,15 @@ def main(argv: list[str]) -> int:
     """
     name = Path(argv[0]).name
     stdin = sys.stdin.read() if {"-", "--noflush"} & {*argv} else None
-    own = str(Path("/proc/self/ns/net").stat().st_ino)
+    namespace = str(Path("/proc/self/ns/net").stat().st_ino)
     with _STATE.open("a+") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         handle.seek(0)
         kept = json.loads(handle.read() or "{}")
-        switch = Switch(**{**kept, "tables": kept.get("tables", {}).get(own, {})})
+        switch = Switch(**{**kept, "tables": kept.get("tables", {}).get(namespace, {})})
         before = set(switch.bridges)
         code, out, error = switch.answer([name, *argv[1:]], stdin)
-        tables = {**kept.get("tables", {}), own: switch.tables}
+        tables = {**kept.get("tables", {}), namespace: switch.tables}
         for bridge in set(switch.bridges) - before:
             subprocess.run(["ip", "tuntap", "add", "dev", bridge, "mode", "tap"], check=True)
         for bridge in before - set(switch.bridges):

@@ -328,12 +328,12 @@ def refuse_wrong_node() -> dict[str, str]:
     Returns the node id for the module's answer, in which the reconciler looks for another node. A
     host that never enrolled has none and refuses nothing; nor does it refuse a run by hand.
     """
-    wanted, enrolled = os.environ.get(RUN_NODE, ""), _host.node_id()
-    if enrolled and wanted not in ("", _BY_HAND, enrolled):
+    node_id, enrolled = os.environ.get(RUN_NODE, ""), _host.node_id()
+    if enrolled and node_id not in ("", _BY_HAND, enrolled):
         raise Refusal(
             "wrong_node",
             expected=f"a run for {enrolled}, as which this host enrolled",
-            found=f"a run for {wanted}",
+            found=f"a run for {node_id}",
             remedy="compare the node's address in the records with this host; nothing was done",
         )
     return {"answered_by": enrolled} if enrolled else {}

@@ -55,8 +55,8 @@ def reload() -> None:
 def _begin(path: str) -> str | None:
     """Record the text that sshd has taken last, and return it; None without the file."""
     if pending(path):
-        known: str | None = json.loads(_host.kept(_pending(path)) or "null")
-        return known
+        text: str | None = json.loads(_host.kept(_pending(path)) or "null")
+        return text
     before = _host.kept(path)
     _host.write(_pending(path), json.dumps(before), 0o600)
     return before

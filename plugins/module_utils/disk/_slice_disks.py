@@ -216,8 +216,8 @@ def _steps(params: _change.Params, state: State) -> list[_change.Step]:
     # A slot may be written off with its tenant's bytes. Without slots the host is given back.
     disks = sorted({*disks, *state.used}) if disks else []
     steps = []
-    if state.rules != (wanted := rules(disks)):
-        steps.append(_change.Step("write_rules", RULES, state.rules, wanted))
+    if state.rules != (text := rules(disks)):
+        steps.append(_change.Step("write_rules", RULES, state.rules, text))
     block = lvm_block(disks) if state.lvm and not state.filtered else ""
     if (before := _managed_block.block_of(state.local)) != block:
         steps.append(_change.Step("filter_lvm", LVM, before, block))
@@ -225,7 +225,7 @@ def _steps(params: _change.Params, state: State) -> list[_change.Step]:
     if (before := _managed_block.block_of(state.md_text)) != arrays:
         steps.append(_change.Step("limit_mdadm", state.md_file, before, arrays))
     # Without slots nothing is built; the next build by another program leaves the files out.
-    digest = _digest(wanted, block, *([arrays] if arrays else []))
+    digest = _digest(text, block, *([arrays] if arrays else []))
     if state.initramfs and disks and (steps or state.built != digest):
         steps.append(_change.Step("update_initramfs", "initramfs", state.built, digest))
     menu = _MENU if state.grub and disks else ""

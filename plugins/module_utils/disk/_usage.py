@@ -278,11 +278,11 @@ def openers(numbers: Collection[str]) -> dict[str, list[Opener]]:
     locks are visible.
     """
     by_rdev = {os.makedev(*map(int, number.split(":"))): number for number in numbers}
-    buffer, own = ctypes.create_string_buffer(_STATX_BYTES), os.getpid()
+    buffer, own_pid = ctypes.create_string_buffer(_STATX_BYTES), os.getpid()
     held = {
         (pid, number)
         for pid, link in _host.descriptors()
-        if pid != own and (number := by_rdev.get(_device_of(link, buffer)))
+        if pid != own_pid and (number := by_rdev.get(_device_of(link, buffer)))
     }
     by_number: dict[str, list[Opener]] = {}
     for pid, number in sorted(held):

@@ -94,10 +94,10 @@ def uplink() -> str:
 
 
 def observe(params: Params) -> State:
-    known, switch_problem = _bridges()
-    there = params["bridge"] in known
+    bridges, switch_problem = _bridges()
+    there = params["bridge"] in bridges
     return State(
-        bridges=tuple(known),
+        bridges=tuple(bridges),
         interfaces=_interfaces(),
         forwarding=_slice_network.forwarding(),
         nat=_nat.is_established(params),

@@ -205,8 +205,8 @@ def _digits(guard: _flows.Guard) -> str:
 
 
 def _client(guard: _flows.Guard) -> str:
-    own = f"    udp dport 67 ether saddr {guard.mac} {_RELAY} 0 {_HARDWARE} {_digits(guard)}"
-    return f"{own} {_over(DHCP_RATE, DHCP_BURST)} goto refuse_packet_rate\n{own} return\n"
+    request = f"    udp dport 67 ether saddr {guard.mac} {_RELAY} 0 {_HARDWARE} {_digits(guard)}"
+    return f"{request} {_over(DHCP_RATE, DHCP_BURST)} goto refuse_packet_rate\n{request} return\n"
 
 
 def _queries(guard: _flows.Guard) -> str:

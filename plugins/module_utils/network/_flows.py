@@ -121,10 +121,10 @@ def check(guard: Guard) -> Guard:
     """The same guard, or a refusal that names the field."""
     _object_names.check_mac(guard.mac)
     try:
-        own, bridge = ipaddress.IPv4Address(guard.ip), ipaddress.IPv4Interface(guard.address)
+        address, bridge = ipaddress.IPv4Address(guard.ip), ipaddress.IPv4Interface(guard.address)
     except ValueError as error:
         raise _object_names.invalid("addresses", "IPv4 addresses", str(error)) from error
-    if own not in bridge.network or own == bridge.ip:
+    if address not in bridge.network or address == bridge.ip:
         raise _object_names.invalid("ip", f"another address of {bridge.network}", guard.ip)
     return guard
 
@@ -425,12 +425,12 @@ def number(text: str) -> int:
     return int(text) if text.isdigit() and int(text) < 65280 else 0
 
 
-def _outside(networks: Iterable[str], *known: ipaddress.IPv4Network) -> set[str]:
+def _outside(networks: Iterable[str], *inside: ipaddress.IPv4Network) -> set[str]:
     """The networks (or addresses) that lie in none of the known networks."""
     return {
         network
         for network in networks
-        if not any(ipaddress.IPv4Network(network).subnet_of(other) for other in known)
+        if not any(ipaddress.IPv4Network(network).subnet_of(other) for other in inside)
     }
 
 

@@ -83,8 +83,8 @@ def partition(options: Mapping[str, Any]) -> Partition:
     return Partition(tuple(modules), address, socket)
 
 
-def save(allocation_id: str, wanted: Partition) -> None:
-    text = json.dumps(dataclasses.asdict(wanted), indent=2, sort_keys=True) + "\n"
+def save(allocation_id: str, partition: Partition) -> None:
+    text = json.dumps(dataclasses.asdict(partition), indent=2, sort_keys=True) + "\n"
     _host.write(_object_names.nvlink_path(allocation_id), text, 0o600)
 
 
@@ -137,17 +137,17 @@ def listed(manager: Partition) -> list[Row]:
     return rows
 
 
-def find(wanted: Partition) -> Row | None:
+def find(partition: Partition) -> Row | None:
     """The slice's partition; None when the board has no such partition.
 
     Refused while another active partition has some of them.
     """
-    rows, modules = listed(wanted), frozenset(wanted.modules)
+    rows, modules = listed(partition), frozenset(partition.modules)
     for row in rows:
         if row.active and row.modules != modules and row.modules & modules:
             raise Refusal(
                 "nvlink_partition_overlap",
-                expected=f"no active partition with some of {wanted.text}",
+                expected=f"no active partition with some of {partition.text}",
                 found=f"{row.text} is active",
                 remedy="release the slice that has these GPUs; if there is none, deactivate it with"
                 f" `fmpm -d {row.id}`",
@@ -164,25 +164,25 @@ def refusals(options: Mapping[str, Any]) -> list[Refusal]:
         return [refusal]
 
 
-def require(wanted: Partition) -> Row:
+def require(partition: Partition) -> Row:
     """The slice's partition, as `find`; refused when the board has no such partition."""
-    row = find(wanted)
+    row = find(partition)
     if row is None:
         raise Refusal(
             "nvlink_partition_missing",
-            expected=f"a partition of {wanted.text} in `fmpm -l`",
+            expected=f"a partition of {partition.text} in `fmpm -l`",
             found="none; `fmpm --list-unsupported-partitions` names those with a failed link",
             remedy="compare gpu.module_ids and gpu.nvlink_sets of the profile with the board",
         )
     return row
 
 
-def change(wanted: Partition, *, active: bool) -> dict[str, Any]:
+def change(partition: Partition, *, active: bool) -> dict[str, Any]:
     """Activate or deactivate the slice's partition and read it back; returns evidence."""
-    row = require(wanted) if active else find(wanted)
+    row = require(partition) if active else find(partition)
     if row is not None and row.active != active:
-        _ask(wanted, "-a" if active else "-d", str(row.id), timeout=_CHANGE_S)
-        left = find(wanted)
+        _ask(partition, "-a" if active else "-d", str(row.id), timeout=_CHANGE_S)
+        left = find(partition)
         if left is None or left.active != active:
             raise Refusal(
                 "nvlink_partition_unchanged",
@@ -190,7 +190,7 @@ def change(wanted: Partition, *, active: bool) -> dict[str, Any]:
                 found="the Fabric Manager confirmed the change, and lists it otherwise",
                 remedy=_LOOK,
             )
-    return {"partition": row.id if row else None, "modules": list(wanted.modules)}
+    return {"partition": row.id if row else None, "modules": list(partition.modules)}
 
 
 def _row(entry: Mapping[str, Any]) -> Row:

@@ -298,14 +298,14 @@ def _resolver(state: State) -> list[Refusal]:
     """Refusal of a host that resolves names by the dnsmasq that is to serve guests only."""
     if state.files[DNSMASQ] is not None or not state.dnsmasq.active:
         return []
-    own = [name for name in _baseline_files.name_servers() if name.startswith("127.")]
-    if not own or own[0].startswith(_baseline_files.STUBS):
+    local = [name for name in _baseline_files.name_servers() if name.startswith("127.")]
+    if not local or local[0].startswith(_baseline_files.STUBS):
         return []
     return [
         Refusal(
             "resolver_in_use",
             expected="a host that resolves names without its dnsmasq, which serves guests from now",
-            found=f"nameserver {own[0]} in /etc/resolv.conf, and dnsmasq.service is active",
+            found=f"nameserver {local[0]} in /etc/resolv.conf, and dnsmasq.service is active",
             remedy="put the site's name servers into /etc/resolv.conf, or let systemd-resolved "
             "serve the host, then stop dnsmasq.service and run again",
         )

@@ -39,10 +39,10 @@ def counters(state: _guards.State, bridge: str) -> dict[str, dict[str, int]]:
     for cookie, guard in state.guards.items():
         if cookie != _flows.PROBE_COOKIE and guard.port in state.ports:
             _text, by_kind = filtered.get(guard.port, ("", {}))
-            own = set(kinds.get(cookie, {}).values())
+            of_flows = set(kinds.get(cookie, {}).values())
             refused[cookie] = Counter(by_kind)
             for kind, packets in in_kernel.get(guard.port, Counter()).items():
-                if kind not in own:
+                if kind not in of_flows:
                     refused[cookie][kind] += packets
             refused[cookie][_host_connections.KIND] += unopened.get(guard.ip, 0)
             refused[cookie][RATE] += dropped.get(state.ports[guard.port], 0)

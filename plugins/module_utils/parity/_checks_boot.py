@@ -35,7 +35,7 @@ def boot_order(facts: Facts) -> Verdict:
         data, _unreadable = _efi_variables.variables()
     except Refusal as refusal:
         return warned("; ".join([refusal.found, *copies]))
-    own = _firmware_inventory.own_partition()
+    esp = _firmware_inventory.own_partition()
     others = {disk.eui for disk in facts.disks if facts.usage(disk).os_disk}
     guids = {guid: disk for disk in approved for _number, guid in _guids(disk)}
     problems: list[str] = []
@@ -43,7 +43,7 @@ def boot_order(facts: Facts) -> Verdict:
     networks: list[str] = []
     reached = False
     for name, entry in _efi_variables.boot_order(data):
-        reached = reached or (bool(own) and entry.partition == own) or entry.namespace in others
+        reached = reached or (bool(esp) and entry.partition == esp) or entry.namespace in others
         if entry.network and not reached:
             networks.append(f"{name} ({entry.description!a}) starts from the network first")
         for disk in approved:

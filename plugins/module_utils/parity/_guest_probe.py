@@ -138,7 +138,7 @@ def _forged(link: socket.socket, probe: Probe) -> tuple[str, ...] | None:
 
 def _frames(probe: Probe, bridge_mac: bytes, mark: bytes) -> dict[str, bytes]:
     """A frame of each kind, with the mark and its number in it; the permitted one last."""
-    own, gateway = socket.inet_aton(probe.address), socket.inet_aton(probe.bridge_address)
+    ip, gateway = socket.inet_aton(probe.address), socket.inet_aton(probe.bridge_address)
     other = socket.inet_aton(str(ipaddress.IPv4Address(probe.address) - 1))
     mac, stranger = bytes.fromhex(MAC.replace(":", "")), b"\x02\x67\x73\x70\x72\x63"
     ipv4, arp = struct.pack("!H", _IPV4), b"\x08\x06"
@@ -149,12 +149,12 @@ def _frames(probe: Probe, bridge_mac: bytes, mark: bytes) -> dict[str, bytes]:
     udp = struct.pack("!4H", 9, 9, 8 + 10, 0) + mark + bytes([4, 0])
     claim = b"\0\x01\x08\0\x06\x04\0\x02" + mac + gateway + bridge_mac + gateway
     return {
-        "mac_spoofed": bridge_mac + stranger + ipv4 + _packet(own, gateway, 1, echo_of(0)),
+        "mac_spoofed": bridge_mac + stranger + ipv4 + _packet(ip, gateway, 1, echo_of(0)),
         "ip_spoofed": bridge_mac + mac + ipv4 + _packet(other, gateway, 1, echo_of(1)),
-        "vlan": bridge_mac + mac + b"\x81\0\0\x05" + ipv4 + _packet(own, gateway, 1, echo_of(2)),
+        "vlan": bridge_mac + mac + b"\x81\0\0\x05" + ipv4 + _packet(ip, gateway, 1, echo_of(2)),
         "arp": bridge_mac + mac + arp + claim + mark + bytes([3]) + bytes(10),
-        "host_service": bridge_mac + mac + ipv4 + _packet(own, gateway, 17, udp),
-        _OWN: bridge_mac + mac + ipv4 + _packet(own, gateway, 1, echo_of(5)),
+        "host_service": bridge_mac + mac + ipv4 + _packet(ip, gateway, 17, udp),
+        _OWN: bridge_mac + mac + ipv4 + _packet(ip, gateway, 1, echo_of(5)),
     }
 
 
@@ -304,10 +304,10 @@ def _sources(leaving: socket.socket, target: str) -> tuple[str, ...]:
                 continue
             inside, message = packet[9], packet[(packet[0] & 0x0F) * 4 :]
             if port:
-                own = inside == socket.IPPROTO_TCP and message[2:4] == int(port).to_bytes(2, "big")
+                hit = inside == socket.IPPROTO_TCP and message[2:4] == int(port).to_bytes(2, "big")
             else:
-                own = inside == socket.IPPROTO_ICMP and message[8:] == _TEXT
-            if own:
+                hit = inside == socket.IPPROTO_ICMP and message[8:] == _TEXT
+            if hit:
                 addresses.add(socket.inet_ntoa(packet[12:16]))
     return tuple(sorted(addresses))
 

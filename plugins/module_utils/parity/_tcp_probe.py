@@ -93,7 +93,7 @@ def _service() -> Iterator[socket.socket]:
 
 def _connect(place: str) -> None:
     """Make the link to a namespace, with addresses and routes. place: path of the namespace."""
-    own = [ipaddress.IPv4Address(address) for address in _flows.local_addresses()]
+    addresses = [ipaddress.IPv4Address(address) for address in _flows.local_addresses()]
     # The link of a run that was killed goes with its namespace, but not at once.
     _remove()
     _command.run(
@@ -107,7 +107,7 @@ def _connect(place: str) -> None:
     # A site's own rule of NAT may give guests any address of the host.
     routes = "".join(
         f"route replace {address} via {_HOST} dev {LINK}\n"
-        for address in own
+        for address in addresses
         if not (address.is_loopback or address.is_link_local)
     )
     _command.run(

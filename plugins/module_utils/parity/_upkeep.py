@@ -190,10 +190,10 @@ def _unlike(network: Params, recorded: Params) -> list[Refusal]:
     """Refusal of a profile's network that is not the one that bootstrap recorded."""
     settings = _baseline_files.settings(network)
     # The record of an earlier release lacks the name servers.
-    known = {_baseline_files.NAME_SERVERS: [], **recorded} if recorded else {}
-    if settings == known:
+    record = {_baseline_files.NAME_SERVERS: [], **recorded} if recorded else {}
+    if settings == record:
         return []
-    differing = sorted(key for key in settings if settings[key] != known.get(key))
+    differing = sorted(key for key in settings if settings[key] != record.get(key))
     return [
         Refusal(
             "network_settings_differ",

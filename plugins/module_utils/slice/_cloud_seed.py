@@ -175,9 +175,9 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
     path = _object_names.seed_path(params["allocation_id"])
     steps = [_change.Step("remove_draft", draft, "a killed run's", None) for draft in state.drafts]
     if params["state"] == "present":
-        wanted = digest(_content(params))
-        if state.digest != wanted:
-            steps.append(_change.Step("write_seed", path, state.digest, wanted))
+        content = digest(_content(params))
+        if state.digest != content:
+            steps.append(_change.Step("write_seed", path, state.digest, content))
         return _change.Plan(tuple(steps))
     name = _object_names.domain_name(params["allocation_id"])
     if state.defined:

@@ -52,13 +52,13 @@ _held: dict[str, subprocess.Popen[str]] = {}
 
 def machine() -> Values:
     """Load, memory and file systems."""
-    one, five, fifteen = os.getloadavg()
+    minute, five, fifteen = os.getloadavg()
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
     total, free = disks(_read("/proc/mounts"))
     return {
         "uptime_s": float(_read("/proc/uptime").split()[0]),
         "cpus": os.cpu_count(),
-        "load_1": one,
+        "load_1": minute,
         "load_5": five,
         "load_15": fifteen,
         "memory_total_bytes": int(memory["MemTotal"]) * 1024,
@@ -157,10 +157,10 @@ def main() -> int:
     while True:
         xid = last_xid(log, xid)
         values = {**machine(), "gpus": gpus(), "cuda": state, "xid": xid}
-        known = {name: value for name, value in values.items() if value is not None}
+        readings = {name: value for name, value in values.items() if value is not None}
         # While the host does not read, the line is dropped.
         with contextlib.suppress(BlockingIOError):
-            os.write(port, (json.dumps(known) + "\n").encode())
+            os.write(port, (json.dumps(readings) + "\n").encode())
         if turn % _CUDA_EVERY == 0:
             state = cuda()
         turn += 1

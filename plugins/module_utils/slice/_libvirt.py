@@ -41,13 +41,13 @@ _REQUESTS = "/run/gpuaas/shutdowns"
 
 @dataclass(frozen=True)
 class State:
-    """A domain's state in words, with libvirt's number of the reason. asked: whether its guest was
-    asked to power off since its start.
+    """A domain's state in words, with libvirt's number of the reason. stop_requested: whether
+    its guest was asked to power off since its start.
     """
 
     name: str
     reason: int = 0
-    asked: bool = False
+    stop_requested: bool = False
 
     @property
     def active(self) -> bool:
@@ -69,7 +69,7 @@ class State:
         """Whether the guest powered off by itself; not on request, after a crash or a loss of
         power.
         """
-        return self.name == "shut off" and self.reason == _SHUT_DOWN and not self.asked
+        return self.name == "shut off" and self.reason == _SHUT_DOWN and not self.stop_requested
 
 
 def state(name: str) -> State | None:
@@ -84,10 +84,10 @@ def state(name: str) -> State | None:
 
 def states(*names: str, ok: tuple[int, ...] = (0,)) -> dict[str, State]:
     """Domains of this host, defined or running, by name; every one without `names`."""
-    asked = set(_host.listed(_REQUESTS))
+    requests = set(_host.listed(_REQUESTS))
     return {
         name: State(
-            _word(values.get("state.state", 0)), values.get("state.reason", 0), name in asked
+            _word(values.get("state.state", 0)), values.get("state.reason", 0), name in requests
         )
         for name, values in statistics("--state", names=names, ok=ok).items()
     }

@@ -156,7 +156,7 @@ def _plan_running(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("activate_partition", what, state.nvlink, True))
     if not state.active:
         steps.append(_change.Step("start_domain", f"{domain.name} power", "off", "paused"))
-    elif state.life and state.life.asked:
+    elif state.life and state.life.stop_requested:
         steps.append(_change.Step("forget_shutdown", f"{domain.name} power", "asked to go off", ""))
     unguarded = state.flows != state.wanted_flows or state.kept != _guard(params)
     if not state.active or unguarded:

@@ -118,13 +118,13 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         if not present:
             return _change.Plan()
         return _change.Plan((_change.Step("close_way", PRINCIPALS, present, []),))
-    wanted = [line(allocation, params["ip"])]
+    lines = [line(allocation, params["ip"])]
     steps = []
     if state.account is None:
         steps.append(_change.Step("add_account", ACCOUNT, None, SHELL))
     steps += _files(params["authority"], state)
-    if present != wanted:
-        steps.append(_change.Step("open_way", PRINCIPALS, present, wanted))
+    if present != lines:
+        steps.append(_change.Step("open_way", PRINCIPALS, present, lines))
     return _change.Plan(tuple(steps), tuple(_foreign(state)))
 
 

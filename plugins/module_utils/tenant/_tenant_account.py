@@ -87,8 +87,8 @@ def taken(name: str, uid: int) -> list[Refusal]:
         for user in users
         if (user.name == name) is not (user.uid == uid)
     ]
-    own = [user.gid for user in users if (user.name, user.uid) == (name, uid)]
-    if (group := _accounts.groups().get(name)) is not None and group not in own:
+    gids = [user.gid for user in users if (user.name, user.uid) == (name, uid)]
+    if (group := _accounts.groups().get(name)) is not None and group not in gids:
         texts.append(f"the group {name} has gid {group}")
     home = home_of(name)
     if _host.is_there(home) and not _owns(home, uid):

@@ -75,18 +75,18 @@ def variables() -> tuple[dict[str, bytes], dict[str, str]]:
     return data, unreadable
 
 
-def describe(name: str, data: bytes, own: str = "") -> str:
-    """Text that distinguishes two values. own: GUID of the host's own EFI partition, which changes
-    with every installation and is therefore replaced in the text.
+def describe(name: str, data: bytes, own_partition: str = "") -> str:
+    """Text that distinguishes two values. own_partition: GUID of the host's EFI partition, which
+    changes with every installation and is therefore replaced in the text.
     """
     if name in ("BootOrder", "BootNext", "DriverOrder"):
         return ",".join(numbers(data))
     option = load_option(data) if _OPTION.fullmatch(name) else None
     if option is not None:
         path = option.path
-        if own and option.partition == own:
-            path = path.replace(own, "own")
-            data = data.replace(uuid.UUID(own).bytes_le, b"own")
+        if own_partition and option.partition == own_partition:
+            path = path.replace(own_partition, "own")
+            data = data.replace(uuid.UUID(own_partition).bytes_le, b"own")
         state = "active" if option.active else "inactive"
         digest = hashlib.sha256(data).hexdigest()[:16]
         return f"{state} {option.description!r} {path} {digest}"

@@ -116,8 +116,8 @@ def _bios() -> tuple[Section, Unreadable]:
 
 def _uefi() -> tuple[Section, Unreadable]:
     data, unreadable = _efi_variables.variables()
-    own = own_partition()
-    return {name: _efi_variables.describe(name, raw, own) for name, raw in data.items()}, unreadable
+    esp = own_partition()
+    return {name: _efi_variables.describe(name, raw, esp) for name, raw in data.items()}, unreadable
 
 
 def _nvme() -> tuple[Section, Unreadable]:

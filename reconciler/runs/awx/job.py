@@ -306,8 +306,8 @@ class Job:
         self._ended = self._ended or time.monotonic()
         waited = time.monotonic() - self._ended > self._pace.saving
         saved = job.get("event_processing_finished") is True
-        known = _end_is_known(job, feed) or _never_began(job, feed)
-        if not waited and not (complete and saved and known):
+        settled = _end_is_known(job, feed) or _never_began(job, feed)
+        if not waited and not (complete and saved and settled):
             return None
         feed.take([], last=True)
         return self._verdict(job, feed)

@@ -125,9 +125,9 @@ def bind_variables(work: Work) -> dict[str, Any]:
 
 def parity_variables(work: Work) -> dict[str, Any]:
     node_id, intent = work.task.node_id, NodeMode(work.node.mode).purpose
-    known = work.node.maas_tags
+    names = work.node.maas_tags
     # On a site with MAAS, a machine of unknown intent is none that may be sold.
-    tags = hardware.maas_tags([] if known is None and work.settings.maas_url else known)
+    tags = hardware.maas_tags([] if names is None and work.settings.maas_url else names)
     if intent != "slice":
         return {"slice_slots": [], "slice_intent": intent, **tags}
     latest = reports.latest_discovery(work.conn, node_id)

@@ -284,8 +284,8 @@ def absence_variables(work: Work) -> dict[str, Any]:
     this one. All of them if it has kept none, since a run needs one.
     """
     given = claimed(work)
-    slots, own = given["slice_slots"], work.allocation_id
-    kept = [slot for slot in slots if claims.last_holder(work.conn, slot["slot_id"]) == own]
+    slots, id = given["slice_slots"], work.allocation_id
+    kept = [slot for slot in slots if claims.last_holder(work.conn, slot["slot_id"]) == id]
     return {**given, "slice_slots": kept or slots}
 
 
@@ -382,8 +382,8 @@ def managed_key_start(work: Work) -> None:
 def managed_key_succeeded(work: Work, evidence: dict[str, Any]) -> dict[str, Any]:
     key = evidence["managed_key"]
     # A host that says a later time would never get the key anew.
-    asked = work.parameters["managed_key"]["expires_at"]
-    expires_at = float(min(key["expires_at"], asked)) if key["present"] else None
+    requested = work.parameters["managed_key"]["expires_at"]
+    expires_at = float(min(key["expires_at"], requested)) if key["present"] else None
     act = work.act.because("as the host says", {"present": key["present"]})
     app_operations.succeeded(work.conn, work.parameters["operation_id"], act, expires_at=expires_at)
     return evidence

@@ -74,20 +74,20 @@ def test_gateway(world: World, tmp_path: Path) -> None:
 def plain(world: World) -> list[str]:
     """The command line of a client through the gateway, with an order of ciphers of its own."""
     config = world.config()
-    own = config.with_name("plain_config")
-    own.write_text(re.sub(r"(?m)^ *Ciphers .*\n", "", config.read_text()))
-    return world.ssh(config=own)
+    plain_config = config.with_name("plain_config")
+    plain_config.write_text(re.sub(r"(?m)^ *Ciphers .*\n", "", config.read_text()))
+    return world.ssh(config=plain_config)
 
 
 def peer(world: World, folder: Path) -> list[str]:
     """The command line of a client that jumps through OpenSSH's server."""
     login = world.key.with_name(f"{world.key.name}.pub").read_text().strip()
     jump = world.boot("jump", login=login, settings=MANY)
-    known = folder / "peer_known_hosts"
-    known.write_text(jump.known_hosts_line() + world.guest.known_hosts_line())
+    hosts = folder / "peer_known_hosts"
+    hosts.write_text(jump.known_hosts_line() + world.guest.known_hosts_line())
     common = (
         f"    HostName 127.0.0.1\n    User {USER}\n    IdentityFile {world.key}\n"
-        f"    IdentitiesOnly yes\n    UserKnownHostsFile {known}\n    StrictHostKeyChecking yes\n"
+        f"    IdentitiesOnly yes\n    UserKnownHostsFile {hosts}\n    StrictHostKeyChecking yes\n"
     )
     config = folder / "peer_config"
     config.write_text(

@@ -84,10 +84,10 @@ def meta(name: str, attribute: str) -> list[str]:
         inherited += [row for row in meta(parent, attribute) if row not in inherited]
     for node in CLASSES[name].body:
         if isinstance(node, ast.ClassDef) and node.name == "Meta":
-            own = dict(assignments(node.body)).get(attribute)
-            if own is None:
+            assigned = dict(assignments(node.body)).get(attribute)
+            if assigned is None:
                 return inherited
-            words = texts(own)
+            words = texts(assigned)
             rows = [*(inherited if "*" in words else []), *words]
             gone = {word[1:] for word in words if word.startswith("-")}
             return [row for row in dict.fromkeys(rows) if row[0] not in "*-" and row not in gone]
@@ -127,9 +127,9 @@ def is_read_only(name: str, field: str) -> bool:
 
 
 def choices(name: str, field: str) -> list[object]:
-    known = dict(CONSTANTS)
+    constants = dict(CONSTANTS)
     for row in reversed(bases(model(name))):
-        known.update(assignments(CLASSES[row].body))
+        constants.update(assignments(CLASSES[row].body))
 
     def value(node: ast.expr | None) -> ast.expr | None:
         if not isinstance(node, (ast.Name, ast.Attribute)):
@@ -137,7 +137,7 @@ def choices(name: str, field: str) -> list[object]:
         owner, _, name = ast.unparse(node).rpartition(".")
         if owner in CLASSES:
             return dict(assignments(CLASSES[owner].body)).get(name)
-        return value(known.get(name))
+        return value(constants.get(name))
 
     given = value(keyword(declared(name, field) or declared(model(name), field), "choices"))
     rows = given.elts if isinstance(given, (ast.List, ast.Tuple)) else []
@@ -152,8 +152,8 @@ def explanations() -> Iterator[str]:
 
 def without(name: str) -> list[str]:
     """Fields that the class takes away from those that it inherits."""
-    (own,) = (node for node in CLASSES[name].body if isinstance(node, ast.ClassDef))
-    words = texts(dict(assignments(own.body))["fields"])
+    (meta,) = (node for node in CLASSES[name].body if isinstance(node, ast.ClassDef))
+    words = texts(dict(assignments(meta.body))["fields"])
     return sorted(word[1:] for word in words if word.startswith("-"))
 
 
@@ -167,11 +167,11 @@ def main() -> None:
     for kind, name in KINDS.items():
         fields = meta(name, "fields")
         writable = sorted(field for field in fields if not is_read_only(name, field))
-        known = {field: choices(name, field) for field in writable}
+        columns = {field: choices(name, field) for field in writable}
         kinds[kind] = {
             "writable": " ".join(writable),
             "read_only": " ".join(sorted(set(fields) - set(writable))),
-            "choices": {field: rows for field, rows in known.items() if rows},
+            "choices": {field: rows for field, rows in columns.items() if rows},
         }
     source = f"ansible/awx at {git('rev-parse', f'{COMMIT}^{{commit}}').strip()} (Apache-2.0)"
     launched = {kind: " ".join(sorted(meta(name, "fields"))) for kind, name in LAUNCHED.items()}

@@ -28,35 +28,35 @@ def bench(output: Path, name: str, *words: str) -> dict[str, Any]:
         command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(output.read_text())
-    assert found.pop("clone") == {"ratio": 0.84}
-    return found
+    results: dict[str, Any] = json.loads(output.read_text())
+    assert results.pop("clone") == {"ratio": 0.84}
+    return results
 
 
 def test_tasks(tmp_path: Path) -> None:
     words = ("--nodes", "3", "--processes", "1", "--at-once", "2")
     counts = ("--noop", "6", "--runner", "2", "--profile", "3")
-    found = bench(tmp_path / "bench.json", "tasks", *words, *counts)["tasks"]
-    assert (found["noop_tasks"], found["runner_tasks"]) == (6, 2)
+    rates = bench(tmp_path / "bench.json", "tasks", *words, *counts)["tasks"]
+    assert (rates["noop_tasks"], rates["runner_tasks"]) == (6, 2)
     # Without a process of its run a task is quicker, and every part of it was seen.
-    assert found["noop_per_s"] > found["runner_per_s"] > 0
-    assert all(milliseconds > 0 for milliseconds in found["where_ms"].values())
+    assert rates["noop_per_s"] > rates["runner_per_s"] > 0
+    assert all(milliseconds > 0 for milliseconds in rates["where_ms"].values())
     # Each task is leased, begun and ended, and nothing of its run is lost with the machine.
-    assert found["inside_calls"]["commits"] >= 3
-    assert found["inside_calls"]["fsync"] >= 1
-    parts = found["runner_where_s"]
+    assert rates["inside_calls"]["commits"] >= 3
+    assert rates["inside_calls"]["fsync"] >= 1
+    parts = rates["runner_where_s"]
     assert parts["play"] > 0
     # Of two tasks the median is the mean: the parts are the whole, but for their rounding.
-    assert sum(parts.values()) == pytest.approx(found["runner_p50_s"], abs=0.05)
+    assert sum(parts.values()) == pytest.approx(rates["runner_p50_s"], abs=0.05)
 
 
 def test_claims(tmp_path: Path) -> None:
     words = ("--small", "4", "--large", "8", "--claims", "12", "--no-peer")
     counts = ("--profile", "4", "--pgbench-s", "1")
-    found = bench(tmp_path / "bench.json", "claims", *words, *counts)
-    assert set(found) == {"claims_store", "claims_http_32", "claims_http_64"}
-    small, large = found["claims_http_32"], found["claims_http_64"]
-    store = found["claims_store"]
+    results = bench(tmp_path / "bench.json", "claims", *words, *counts)
+    assert set(results) == {"claims_store", "claims_http_32", "claims_http_64"}
+    small, large = results["claims_http_32"], results["claims_http_64"]
+    store = results["claims_store"]
     for figures in (store, store["slots_64"], small, large):
         assert figures["claims"] == 12 and figures["ours_per_s"] > 0
     assert store["ratio"] == pytest.approx(store["ours_per_s"] / store["pgbench_per_s"], abs=0.001)
@@ -69,26 +69,26 @@ def test_claims(tmp_path: Path) -> None:
 
 def test_console(tmp_path: Path) -> None:
     words = ("--nodes", "2", "--pages", "8")
-    found = bench(tmp_path / "bench.json", "console", *words)["console"]
-    assert found["slots"] == 16
-    assert found["pages_per_s"] > 0
+    figures = bench(tmp_path / "bench.json", "console", *words)["console"]
+    assert figures["slots"] == 16
+    assert figures["pages_per_s"] > 0
     # Processor time of one request after the other is a part of its time.
-    assert 0 < found["fleet_page_ms"] <= found["fleet_page_wall_ms"] + 10
+    assert 0 < figures["fleet_page_ms"] <= figures["fleet_page_wall_ms"] + 10
 
 
 def test_gateway(tmp_path: Path) -> None:
     words = ("--logins", "2", "--mib", "4", "--transfers", "1")
-    found = bench(tmp_path / "bench.json", "gateway", *words)["gateway"]
-    ours, peer = found["ours_login_ms"], found["peer_login_ms"]
-    assert found["login_ratio"] == pytest.approx(ours / peer, abs=0.01)
-    assert found["throughput_ratio"] > 0 and found["mib"] == 4
+    figures = bench(tmp_path / "bench.json", "gateway", *words)["gateway"]
+    ours, peer = figures["ours_login_ms"], figures["peer_login_ms"]
+    assert figures["login_ratio"] == pytest.approx(ours / peer, abs=0.01)
+    assert figures["throughput_ratio"] > 0 and figures["mib"] == 4
 
 
 def test_jobs(tmp_path: Path) -> None:
     words = ("--jobs", "40", "--rounds", "1", "--seconds", "1", "--depth", "4000", "--workers", "1")
     words += ("--peers",)
-    found = bench(tmp_path / "bench.json", "jobs", *words)
-    jobs, runs = found["jobs"], found["jobs_runs"]
+    results = bench(tmp_path / "bench.json", "jobs", *words)
+    jobs, runs = results["jobs"], results["jobs_runs"]
     ours = ("redis", "embedded", "postgresql")
     depths = ("depth_slowdown", "depth_slowdown_postgresql")
     assert set(jobs) == {*ours, *depths}
@@ -108,12 +108,12 @@ def test_jobs(tmp_path: Path) -> None:
 
 def test_memory(tmp_path: Path) -> None:
     words = ("--nodes", "2", "--settle", "0")
-    found = bench(tmp_path / "bench.json", "memory", *words)["memory_mib"]
+    sizes = bench(tmp_path / "bench.json", "memory", *words)["memory_mib"]
     names = ("rest", "slots_16_loops", "slots_16")
-    assert set(found) == {f"{name}{end}" for name in names for end in ("", "_pss", "_peak")}
+    assert set(sizes) == {f"{name}{end}" for name in names for end in ("", "_pss", "_peak")}
     # A Python process with all that a service loads; and no kernel shows more than its peak.
     for name in names:
-        assert 30 < found[f"{name}_pss"] <= found[name] <= found[f"{name}_peak"] + 1
+        assert 30 < sizes[f"{name}_pss"] <= sizes[name] <= sizes[f"{name}_peak"] + 1
 
 
 def test_clone(tmp_path: Path) -> None:

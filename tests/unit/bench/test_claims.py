@@ -41,21 +41,21 @@ def test_its_figures_have_the_names_that_were_agreed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(claims, "_peer", lambda *_: peer)
     monkeypatch.setattr(claims, "pgbench", lambda *_, **__: 1000.0)
     monkeypatch.setattr(claims, "profile", lambda *_: {"where_ms": {}})
-    found = claims.measure(SERVER, claims.arguments([]))
+    results = claims.measure(SERVER, claims.arguments([]))
     against_peer = {"ours_per_s", "placement_per_s", "ratio", "where_ms"}
-    assert set(found) == {"claims_store", "claims_http_512", "claims_http_12800"}
-    assert against_peer <= set(found["claims_http_512"])
-    assert against_peer | {"p50_growth"} <= set(found["claims_http_12800"])
-    assert {"ours_per_s", "pgbench_per_s", "ratio"} <= set(found["claims_store"])
-    assert [one["ratio"] for one in found.values()] == [0.3, 30.0, 30.0]
+    assert set(results) == {"claims_store", "claims_http_512", "claims_http_12800"}
+    assert against_peer <= set(results["claims_http_512"])
+    assert against_peer | {"p50_growth"} <= set(results["claims_http_12800"])
+    assert {"ours_per_s", "pgbench_per_s", "ratio"} <= set(results["claims_store"])
+    assert [result["ratio"] for result in results.values()] == [0.3, 30.0, 30.0]
     alone = claims.measure(SERVER, claims.arguments(["--no-peer"]))
     assert "placement_per_s" not in alone["claims_http_512"]
 
 
 def test_a_missing_peer_is_installed_once(tmp_path: Path, index: Callable[[str], None]) -> None:
-    asked = tmp_path / "asked"
+    calls = tmp_path / "asked"
     index(
-        f'echo "$@" >> {asked}\n'
+        f'echo "$@" >> {calls}\n'
         # Only together are they a peer.
         'printf \'#!/bin/sh\\n[ "$2" = "import gunicorn, placement, psycopg2" ]\\n\''
         ' > "${0%pip}python" && chmod +x "${0%pip}python"\n'
@@ -64,7 +64,7 @@ def test_a_missing_peer_is_installed_once(tmp_path: Path, index: Callable[[str],
     openstack.install()
     assert openstack.is_installed()
     openstack.install()
-    assert asked.read_text().split() == ["install", "--quiet", *openstack.PACKAGES]
+    assert calls.read_text().split() == ["install", "--quiet", *openstack.PACKAGES]
 
 
 def test_without_its_peer_it_measures_nothing_and_says_what_to_do(
@@ -78,8 +78,8 @@ def test_without_its_peer_it_measures_nothing_and_says_what_to_do(
     output = tmp_path / "bench.json"
     output.write_text(json.dumps({"clone": 1}))
     assert claims.main(["--output", str(output)]) == 1
-    said = capsys.readouterr().err
-    assert "ERROR: no index" in said and "--no-peer" in said
+    stderr = capsys.readouterr().err
+    assert "ERROR: no index" in stderr and "--no-peer" in stderr
     assert json.loads(output.read_text()) == {"clone": 1}
 
 

@@ -146,10 +146,10 @@ def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
     journal = f"{line}\n1700000011 host sshd: Accepted publickey for run=t-1-1\n{other}\n{waits}\n"
     log = "2023-11-14 22:13:35.000+0000: starting up libvirt version: 9.0.0\n"
     answers = {"date": "1700000000\n", "journalctl": journal, "head": log}
-    asked: list[tuple[str, ...]] = []
+    commands: list[tuple[str, ...]] = []
 
     def on_host(*words: str, **_more: Any) -> str:
-        asked.append(words)
+        commands.append(words)
         return answers.get(words[0], "dd_seconds 4.0\nready\n")
 
     host.on_host = on_host
@@ -165,8 +165,8 @@ def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
     assert figures["provision"]["ssh_round_trips"] == 2
     # The image took 3 s. QEMU began 25 s before the wait, whose last probe took 140 s.
     assert figures["provision"]["overhead_s"] == pytest.approx(-168.0, abs=1)
-    assert ("journalctl", "-q", "-o", "short-unix", "--since=@1700000000") in asked
-    assert ("head", "-n", "1", "/var/log/libvirt/qemu/slice.log") in asked
+    assert ("journalctl", "-q", "-o", "short-unix", "--since=@1700000000") in commands
+    assert ("head", "-n", "1", "/var/log/libvirt/qemu/slice.log") in commands
 
 
 def _named(name: str) -> Any:

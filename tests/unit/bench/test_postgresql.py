@@ -52,10 +52,10 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def placed(build: Path, capsys: pytest.CaptureFixture[str], *prefix: str) -> tuple[Path, str]:
     """A server's folder, and why it is not in the build folder; "" when it is there."""
     folder = postgresql.place(build, prefix)
-    said = capsys.readouterr().err
-    assert list(build.iterdir()) == ([] if said else [folder]), "nothing else is left there"
-    assert folder.parent == (build.parent / "system" if said else build)
-    return folder, said
+    output = capsys.readouterr().err
+    assert list(build.iterdir()) == ([] if output else [folder]), "nothing else is left there"
+    assert folder.parent == (build.parent / "system" if output else build)
+    return folder, output
 
 
 def test_it_is_in_the_build_folder_of_this_checkout() -> None:
@@ -72,12 +72,12 @@ def test_it_is_there_as_long_as_a_socket_can_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longest = tmp_path / ("b" * (LIMIT - BEHIND - len(f"{tmp_path}/")))
-    folder, said = placed(longest, capsys)
-    assert said == ""
+    folder, output = placed(longest, capsys)
+    assert output == ""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{folder}/.s.PGSQL.5432")
-    _, said = placed(tmp_path / f"{longest.name}b", capsys)
-    assert f"has {LIMIT + 1} bytes, a socket's path at most {LIMIT}" in said
+    _, output = placed(tmp_path / f"{longest.name}b", capsys)
+    assert f"has {LIMIT + 1} bytes, a socket's path at most {LIMIT}" in output
 
 
 def test_it_is_elsewhere_where_the_server_could_not_use_it(
@@ -112,8 +112,8 @@ def works() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
         return begun[-1]
 
     yield begin
-    for one in begun:
-        one.communicate()
+    for process in begun:
+        process.communicate()
 
 
 def test_the_server_of_a_killed_starter_ends(

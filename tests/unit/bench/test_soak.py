@@ -84,9 +84,9 @@ def test_the_workflow_of_ones_own_runners_plays_it_and_keeps_its_results() -> No
         program = ROOT / command.split()[0]
         assert program.name == "python" or program.is_file(), command
     (soak,) = (command for command in commands if "soak" in command.split()[0])
-    known = re.findall(r'"--(\w+)"', (ROOT / "tests" / "bench" / "soak.py").read_text())
+    options = re.findall(r'"--(\w+)"', (ROOT / "tests" / "bench" / "soak.py").read_text())
     given = dict(re.findall(r'--(\w+) "?([$\w/]+)', soak))
-    assert given.keys() <= set(known) and given.keys() == {*inputs, "output"}
+    assert given.keys() <= set(options) and given.keys() == {*inputs, "output"}
     assert {given[name].removeprefix("$") for name in inputs} <= job["env"].keys()
     (kept,) = (step["with"] for step in job["steps"] if "upload" in step.get("uses", ""))
     assert kept["path"] == given["output"]

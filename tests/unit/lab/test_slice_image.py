@@ -40,10 +40,10 @@ def test_an_image_has_what_the_shipped_profile_asks_of_a_baked_one() -> None:
 def test_the_recipe_asks_for_driver_headers_and_rdma(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Any, Distro]] = []
+    calls: list[tuple[Any, Distro]] = []
 
     def ensure(recipe: Any, distro: Distro) -> Path:
-        asked.append((recipe, distro))
+        calls.append((recipe, distro))
         raise LabError(LOG)
 
     monkeypatch.setattr(rootfs, "ensure", ensure)
@@ -55,7 +55,7 @@ def test_the_recipe_asks_for_driver_headers_and_rdma(
     assert "found no cuda-toolkit-12-8, nvidia-driver-580-server-open; add" in text
     assert repository in text
     assert list(tmp_path.iterdir()) == []
-    ((recipe, distro),) = asked
+    ((recipe, distro),) = calls
     assert distro.sources[-1] == repository
     assert {"linux-headers-amd64", "cloud-init", "rdma-core"} < set(recipe.packages)
 

@@ -83,9 +83,9 @@ def _until_up(process: subprocess.Popen[bytes], console: Path) -> Machine:
     deadline = time.monotonic() + BOOT_S
     state = ""
     while time.monotonic() < deadline:
-        said = console.read_text(errors="replace")
+        output = console.read_text(errors="replace")
         if process.poll() is not None:
-            pytest.skip(f"no machine with systemd can be made here: {said[-500:].strip()}")
+            pytest.skip(f"no machine with systemd can be made here: {output[-500:].strip()}")
         first = children.read_text().split()
         if first:
             machine = Machine(int(first[0]))
@@ -102,7 +102,7 @@ def _forget(group: str) -> None:
         top = Path(hierarchy, group)
         deadline = time.monotonic() + 10
         while top.exists() and time.monotonic() < deadline:
-            folders = [top, *(found for found in top.rglob("*") if found.is_dir())]
+            folders = [top, *(path for path in top.rglob("*") if path.is_dir())]
             try:
                 for folder in sorted(folders, reverse=True):
                     folder.rmdir()

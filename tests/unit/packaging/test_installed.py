@@ -119,10 +119,10 @@ def serving(installed: Installed) -> Iterator[Installed]:
 def test_what_it_reads_comes_with_it(installed: Installed) -> None:
     answer = installed.run("python", "-c", READS)
     assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout)
-    package = found.pop("package")
+    paths = json.loads(answer.stdout)
+    package = paths.pop("package")
     assert package.startswith(str(installed.folder / "opt"))
-    assert found == {
+    assert paths == {
         "benchmark": "object",
         "script": "#!",
         "state": "/var/lib/gpuaas",
@@ -237,12 +237,12 @@ def test_without_onnxruntime_nothing_offers_the_shipped_model(
 
 
 def test_the_doctor_finds_it_whole(serving: Installed) -> None:
-    found = _doctor(serving)
-    named = {one["check"] for one in found}
+    findings = _doctor(serving)
+    named = {finding["check"] for finding in findings}
     assert {"collection", "profiles", "ansible-playbook", "processes", "ssh_ca"} <= named
     # Room and fabric are the site's, and the first token is still to be made.
-    wrong = [one for one in found if one["status"] != "ok"]
-    assert {one["check"] for one in wrong} <= {"disk_space", "fabric", "tokens"}, wrong
+    wrong = [finding for finding in findings if finding["status"] != "ok"]
+    assert {finding["check"] for finding in wrong} <= {"disk_space", "fabric", "tokens"}, wrong
 
 
 def test_the_units_leave_settings_to_the_file() -> None:
@@ -335,8 +335,8 @@ def _link_locked(packages: Path) -> None:
 
 def _doctor(here: Installed) -> list[dict[str, Any]]:
     answer = here.run("gpuaas", "doctor", "--output", "json")
-    found: list[dict[str, Any]] = json.loads(answer.stdout)["findings"]
-    return found
+    findings: list[dict[str, Any]] = json.loads(answer.stdout)["findings"]
+    return findings
 
 
 def _until_ready(here: Installed, process: subprocess.Popen[bytes]) -> None:

@@ -54,9 +54,9 @@ def test_systemd_accepts_it_and_calls_it_hardened(unit: Path, tmp_path: Path) ->
     copy = installed(unit, tmp_path)
     verified = _analyze("verify", str(copy))
     assert (verified.returncode, verified.stderr) == (0, "")
-    said = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
-    (level,) = re.findall(r"exposure level for \S+: ([0-9.]+)", said)
-    assert float(level) <= EXPOSED, said
+    output = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
+    (level,) = re.findall(r"exposure level for \S+: ([0-9.]+)", output)
+    assert float(level) <= EXPOSED, output
 
 
 def test_processes_for_tenants_may_open_what_their_limits_allow() -> None:
@@ -74,12 +74,12 @@ def test_a_machine_of_pools_delegates_memory_and_opens_gpus_only(unit: str, tmp_
     copy = installed(PACKAGING / "systemd" / f"{unit}.service", tmp_path)
     # Not known to the systemd of Debian 12, which says so and goes on.
     unknown = not re.search(r"^systemd (25[4-9]|2[6-9]\d|[3-9]\d\d)", _analyze("--version").stdout)
-    own = re.sub(r"^DelegateSubgroup=.*\n", "", text, flags=re.M) if unknown else text
-    copy.write_text(copy.read_text().replace("[Install]", f"{own}[Install]"))
+    section = re.sub(r"^DelegateSubgroup=.*\n", "", text, flags=re.M) if unknown else text
+    copy.write_text(copy.read_text().replace("[Install]", f"{section}[Install]"))
     verified = _analyze("verify", str(copy))
     assert (verified.returncode, verified.stderr) == (0, "")
-    said = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
-    assert re.search(r"✗ DeviceAllow=\s+Service has a device ACL with some special devices", said)
+    output = _analyze("security", "--offline=true", "--no-pager", str(copy)).stdout
+    assert re.search(r"✗ DeviceAllow=\s+Service has a device ACL with some special devices", output)
 
 
 def test_the_file_of_settings_names_settings() -> None:

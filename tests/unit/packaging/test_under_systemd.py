@@ -63,8 +63,8 @@ def until(machine: Machine, holds: Callable[[Machine], bool], limit_s: float = 6
 def shown(machine: Machine, unit: str, *names: str) -> list[str]:
     """What systemd says of a unit, in the order of the names."""
     lines = machine.run("systemctl", "show", f"--property={','.join(names)}", unit).splitlines()
-    said = dict(line.split("=", 1) for line in lines)
-    return [said[name] for name in names]
+    values = dict(line.split("=", 1) for line in lines)
+    return [values[name] for name in names]
 
 
 def newest(machine: Machine) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def test_a_host_is_discovered_from_within_the_unit(machine: Machine) -> None:
     (main,) = shown(machine, "gpuaas.service", "MainPID")
     status = machine.run("cat", f"/proc/{main}/status")
     assert "NoNewPrivs:\t1" in status and "Seccomp:\t2" in status and "CapBnd:\t0" in status
-    found = json.loads(gpuaas(machine, "doctor", "--output", "json"))
-    wrong = [one for one in found["findings"] if one["status"] != "ok"]
-    assert [one for one in wrong if one["check"] != "disk_space"] == []
+    report = json.loads(gpuaas(machine, "doctor", "--output", "json"))
+    wrong = [finding for finding in report["findings"] if finding["status"] != "ok"]
+    assert [finding for finding in wrong if finding["check"] != "disk_space"] == []
 
 
 @pytest.mark.covers("CTRL-9")

@@ -142,8 +142,8 @@ class Site:
     def __init__(self, engine: sa.Engine) -> None:
         self.engine = engine
         with transaction(engine) as conn:
-            known = [project.id for project in projects.every(conn)]
-            self.project = "p1" if known else projects.create(conn, "p1", ADMIN, id="p1").id
+            ids = [project.id for project in projects.every(conn)]
+            self.project = "p1" if ids else projects.create(conn, "p1", ADMIN, id="p1").id
             self.image = images.register(
                 conn,
                 ADMIN,
@@ -254,7 +254,7 @@ class Site:
         """A record whose deadline passes now, as whoever looks for such finds it."""
         table = ENTITIES[entity].table
         conn.execute(sa.update(table).where(table.c.id == key).values(deadline_at=1.0))
-        (row,) = (one for one in journal.overdue(conn) if (one.entity, one.id) == (entity, key))
+        (row,) = (row for row in journal.overdue(conn) if (row.entity, row.id) == (entity, key))
         return row
 
     def statuses(self, conn: sa.Connection, node_id: str = "n1") -> list[str]:

@@ -26,8 +26,8 @@ def nothing() -> Holdings:
     return {name: {"known": True, "detail": "", "found": []} for name in PARTS}
 
 
-def put(holdings: Holdings, part: str, **one: Any) -> None:
-    holdings[part]["found"].append(one)
+def put(holdings: Holdings, part: str, **item: Any) -> None:
+    holdings[part]["found"].append(item)
 
 
 def unknown(holdings: Holdings, part: str) -> None:
@@ -44,7 +44,7 @@ def tenant(holdings: Holdings, key: str, slots: dict[str, Bundle]) -> None:
     """Everything that an allocation has on its host; slots: by id, the boot slot first."""
     digits = key.replace("-", "")
     parts = [
-        part for own in slots.values() for part in (own.gpu_pci_address, own.fabric_vf_pci_address)
+        part for row in slots.values() for part in (row.gpu_pci_address, row.fabric_vf_pci_address)
     ]
     put(
         holdings,
@@ -54,11 +54,11 @@ def tenant(holdings: Holdings, key: str, slots: dict[str, Bundle]) -> None:
         state="running",
         active=True,
         devices=parts,
-        disks=[own.nvme_device for own in slots.values()],
+        disks=[slot.nvme_device for slot in slots.values()],
     )
     put(holdings, "processes", pid=7, allocation_id=key)
-    for slot_id, own in slots.items():
-        lease = {"slot_id": slot_id, "allocation_id": key, "fence": 1, "disk": own.identity}
+    for slot_id, slot in slots.items():
+        lease = {"slot_id": slot_id, "allocation_id": key, "fence": 1, "disk": slot.identity}
         put(holdings, "leases", **lease, dirty=True)
     boot = next(iter(slots.values()))
     address = {"mac": boot.management_mac, "ip": boot.private_ip}
@@ -71,6 +71,6 @@ def tenant(holdings: Holdings, key: str, slots: dict[str, Bundle]) -> None:
 
 def off(holdings: Holdings) -> None:
     """The guests have shut themselves down: libvirt takes their ports away with them."""
-    for one in holdings["domains"]["found"]:
-        one |= {"state": "shut off", "active": False}
+    for domain in holdings["domains"]["found"]:
+        domain |= {"state": "shut off", "active": False}
     drop(holdings, "processes", "ports", "guards")

@@ -42,8 +42,8 @@ class Machines:
         values = {"tenant_address": f"203.0.113.{number}", "mode": NodeMode.BAREMETAL}
         values |= {"address": "10.0.2.15"} | fields
         nodes.create(conn, self.act, id=node_id, **values)
-        known = {key: identity[key] for key in ("machine_id", "host_key")}
-        host.enrolled(conn, node_id, self.act, **known)
+        enrolled = {key: identity[key] for key in ("machine_id", "host_key")}
+        host.enrolled(conn, node_id, self.act, **enrolled)
         host.bootstrapped(conn, node_id, self.act, identity=identity)
 
     def discover(self, conn: sa.Connection, node_id: str, number: int) -> None:

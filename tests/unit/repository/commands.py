@@ -116,7 +116,7 @@ def _forces(rule: Rule, option: str) -> bool:
     if option.startswith("--"):
         given = option[2:].partition("=")[0]
         # getopt accepts an unambiguous prefix, such as `--fo`.
-        return any(given == one or (len(given) > 1 and one.startswith(given)) for one in rule.long)
+        return any(given == opt or (len(given) > 1 and opt.startswith(given)) for opt in rule.long)
     for letter in option[1:]:
         if letter in rule.short:
             return True

@@ -49,7 +49,7 @@ def files(root: Path = ROOT) -> list[Path]:
     return [path for path in paths if path.is_file() and _is_program(path)]
 
 
-def found(path: Path) -> list[str]:
+def forced(path: Path) -> list[str]:
     """Return the forced variants in a file, each once, in order."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".py" or text.startswith(("#!/usr/bin/env python", "#!/usr/bin/python")):
@@ -67,7 +67,7 @@ def in_python(text: str) -> Iterator[str]:
         if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.BinOp)):
             yield from commands.in_words(list(_words(node)))
         elif isinstance(node, ast.Call):
-            yield from commands.in_words([word for one in node.args for word in _words(one)])
+            yield from commands.in_words([word for arg in node.args for word in _words(arg)])
         elif isinstance(node, (ast.Constant, ast.JoinedStr)):
             yield from commands.in_text(_string(node) or "")
 
@@ -98,10 +98,10 @@ def _in_data(data: Any) -> Iterator[str]:
         yield from commands.in_text(data)
     elif isinstance(data, list):
         # The words of a single command; a line among them is read separately below.
-        words = [commands.plain(one) if isinstance(one, str) else "" for one in data]
+        words = [commands.plain(word) if isinstance(word, str) else "" for word in data]
         yield from commands.in_words([commands.ANY if " " in word else word for word in words])
-        for one in data:
-            yield from _in_data(one)
+        for item in data:
+            yield from _in_data(item)
     elif isinstance(data, dict):
         for key, value in data.items():
             module = str(key).rpartition(".")[2]
@@ -115,8 +115,8 @@ _NO = (None, False, "no", "false", "False")
 
 def _words(node: ast.expr) -> Iterator[str]:
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        for one in node.elts:
-            yield from _words(one)
+        for element in node.elts:
+            yield from _words(element)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         yield from (*_words(node.left), *_words(node.right))
     elif isinstance(node, ast.IfExp):
@@ -133,7 +133,7 @@ def _string(node: ast.expr) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(_string(one) or commands.ANY for one in node.values)
+        return "".join(_string(part) or commands.ANY for part in node.values)
     return None
 
 

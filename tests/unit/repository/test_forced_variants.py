@@ -120,22 +120,22 @@ YAML = [
 
 @pytest.mark.parametrize("text", PYTHON)
 def test_one_in_python_is_found(tmp_path: Path, text: str) -> None:
-    assert sources.found(_file(tmp_path / "a.py", text)), text
+    assert sources.forced(_file(tmp_path / "a.py", text)), text
     # The same inside a script that `scripts/standalone.py` generates.
     carried = f"#!/bin/sh\nexec python3 <<'END'\nSOURCES[\"_x\"] = r'''{text}\n'''\nEND\n"
     if '"""' not in text:
-        assert sources.found(_file(tmp_path / "a.sh", carried)), text
+        assert sources.forced(_file(tmp_path / "a.sh", carried)), text
 
 
 @pytest.mark.parametrize("text", YAML)
 def test_one_in_yaml_is_found(tmp_path: Path, text: str) -> None:
-    assert sources.found(_file(tmp_path / "a.yml", text)), text
+    assert sources.forced(_file(tmp_path / "a.yml", text)), text
 
 
 def test_one_in_a_template_or_a_script_without_a_suffix_is_found(tmp_path: Path) -> None:
-    assert sources.found(_file(tmp_path / "a.sh.j2", "{% if x %}\nwipefs -f {{ device }}\n"))
-    assert sources.found(_file(tmp_path / "wipe", "#!/bin/sh\nwipefs \\\n  -af $1\n"))
-    assert not sources.found(_file(tmp_path / "b.sh", "# never: wipefs -f $1\nwipefs -a $1\n"))
+    assert sources.forced(_file(tmp_path / "a.sh.j2", "{% if x %}\nwipefs -f {{ device }}\n"))
+    assert sources.forced(_file(tmp_path / "wipe", "#!/bin/sh\nwipefs \\\n  -af $1\n"))
+    assert not sources.forced(_file(tmp_path / "b.sh", "# never: wipefs -f $1\nwipefs -a $1\n"))
 
 
 def test_the_scanner_reads_what_must_be_read() -> None:
@@ -160,12 +160,12 @@ def test_the_scanner_reads_what_must_be_read() -> None:
 
 
 def test_no_forced_variant_is_in_the_repository() -> None:
-    told = {
+    variants = {
         str(path.relative_to(sources.ROOT)): forced
         for path in sources.files()
-        if path != SELF and (forced := sources.found(path))
+        if path != SELF and (forced := sources.forced(path))
     }
-    assert told == {}
+    assert variants == {}
 
 
 def _file(path: Path, text: str) -> Path:

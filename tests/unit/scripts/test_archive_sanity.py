@@ -18,8 +18,8 @@ def test_the_variables_of_pip_become_its_file() -> None:
     assert dict(parsed["global"]) == {
         "cert": "/ca.pem", "find-links": "a b", "index-url": "https://index/simple",
     }  # fmt: skip
-    own = archive_sanity.pip_configuration({"PIP_CERT": "/mine.pem", "SSL_CERT_FILE": "/ca.pem"})
-    assert own == "[global]\ncert = /mine.pem\n"
+    conf = archive_sanity.pip_configuration({"PIP_CERT": "/mine.pem", "SSL_CERT_FILE": "/ca.pem"})
+    assert conf == "[global]\ncert = /mine.pem\n"
 
 
 def test_the_wanted_pip_is_found_in_ansible_test() -> None:

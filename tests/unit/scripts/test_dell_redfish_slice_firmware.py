@@ -71,8 +71,8 @@ def test_apply_stages_then_a_power_cycle_settles(bmc: standin.Bmc) -> None:
 def test_attr_replaces_the_usual_three(bmc: standin.Bmc) -> None:
     done = run(bmc, "--attr", "MemTest=Enabled", "--attr", "AcPwrRcvryUserDelay=90", "--apply")
     assert done.returncode == 0
-    asked = bmc.record()["patches"][0]["Attributes"]
-    assert asked == {"MemTest": "Enabled", "AcPwrRcvryUserDelay": 90}
+    attributes = bmc.record()["patches"][0]["Attributes"]
+    assert attributes == {"MemTest": "Enabled", "AcPwrRcvryUserDelay": 90}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_nothing_in_the_process_table_and_a_logout_on_sigterm(
         [str(SCRIPT)], env=environment(bmc), cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as running:  # fmt: skip
-        while not bmc.asked(f"GET {redfish.SYSTEM}"):
+        while not bmc.count(f"GET {redfish.SYSTEM}"):
             assert running.poll() is None
             time.sleep(0.02)
         assert bmc.record()["open_sessions"] == 1

@@ -37,8 +37,8 @@ LATER: dict[str, set[str]] = {
 }  # fmt: skip
 
 
-def sources(one: standalone.Script) -> dict[str, str]:
-    return standalone.closure(one.entry.partition(":")[0])
+def sources(script: standalone.Script) -> dict[str, str]:
+    return standalone.closure(script.entry.partition(":")[0])
 
 
 def later(text: str) -> Iterator[str]:
@@ -62,12 +62,12 @@ def oldest(tmp_path: Path) -> Path:
         pytest.skip("needs a Python 3.10")
     # A version manager's stand-in needs the whole PATH, or has no such version after all.
     ask = [place, "-c", "import sys; print(sys.executable)"]
-    found = subprocess.run(ask, text=True, capture_output=True, check=False)
-    if found.returncode != 0:
+    python = subprocess.run(ask, text=True, capture_output=True, check=False)
+    if python.returncode != 0:
         pytest.skip("needs a Python 3.10")
     folder = tmp_path / "oldest"
     folder.mkdir()
-    (folder / "python3").symlink_to(found.stdout.strip())
+    (folder / "python3").symlink_to(python.stdout.strip())
     return folder
 
 
@@ -93,38 +93,38 @@ def script(**change: object) -> standalone.Script:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every program, and nothing else of the checkout."""
     folder = tmp_path_factory.mktemp("build")
-    assert standalone.write(folder) == [folder / one.path for one in standalone.SCRIPTS]
+    assert standalone.write(folder) == [folder / script.path for script in standalone.SCRIPTS]
     return folder
 
 
-@pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
-def test_a_script_is_built_from_the_code(one: standalone.Script, built: Path) -> None:
-    file = built / one.path
-    assert file.read_text() == standalone.build(one)
+@pytest.mark.parametrize("script", standalone.SCRIPTS, ids=lambda script: script.path)
+def test_a_script_is_built_from_the_code(script: standalone.Script, built: Path) -> None:
+    file = built / script.path
+    assert file.read_text() == standalone.build(script)
     assert file.stat().st_mode & 0o111 == 0o111
 
 
 def test_what_is_newer_than_its_sources_is_left_alone(built: Path) -> None:
-    one, two = (built / script.path for script in standalone.SCRIPTS[:2])
-    one.write_text("as it was")
-    two.write_text("older than its sources")
-    os.utime(two, (0, 0))
+    firmware, release = (built / script.path for script in standalone.SCRIPTS[:2])
+    firmware.write_text("as it was")
+    release.write_text("older than its sources")
+    os.utime(release, (0, 0))
     standalone.write(built)
-    assert one.read_text() == "as it was"
-    assert two.read_text() == standalone.build(standalone.SCRIPTS[1])
-    one.unlink()
+    assert firmware.read_text() == "as it was"
+    assert release.read_text() == standalone.build(standalone.SCRIPTS[1])
+    firmware.unlink()
     standalone.write(built)
-    assert one.read_text() == standalone.build(standalone.SCRIPTS[0])
+    assert firmware.read_text() == standalone.build(standalone.SCRIPTS[0])
 
 
-@pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
-def test_the_wrapper_in_a_checkout_builds_and_runs_it(one: standalone.Script) -> None:
-    (standalone.BUILD / one.path).unlink(missing_ok=True)
+@pytest.mark.parametrize("script", standalone.SCRIPTS, ids=lambda script: script.path)
+def test_the_wrapper_in_a_checkout_builds_and_runs_it(script: standalone.Script) -> None:
+    (standalone.BUILD / script.path).unlink(missing_ok=True)
     done = subprocess.run(
-        [standalone.ROOT / one.path, "--help"], text=True, capture_output=True, check=False
+        [standalone.ROOT / script.path, "--help"], text=True, capture_output=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "") and "GPUAAS_SLICE_" in done.stdout
-    assert (standalone.BUILD / one.path).read_text() == standalone.build(one)
+    assert (standalone.BUILD / script.path).read_text() == standalone.build(script)
 
 
 def test_the_network_alone_has_a_wrapper_of_its_own() -> None:
@@ -135,12 +135,12 @@ def test_the_network_alone_has_a_wrapper_of_its_own() -> None:
 
 
 @pytest.mark.covers("HOST-1", "HOST-4")
-@pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
-def test_a_script_needs_no_newer_python_than_commissioning_has(one: standalone.Script) -> None:
-    texts = sources(one)
+@pytest.mark.parametrize("script", standalone.SCRIPTS, ids=lambda script: script.path)
+def test_a_script_needs_no_newer_python_than_commissioning_has(script: standalone.Script) -> None:
+    texts = sources(script)
     for name, text in texts.items():
         ast.parse(text, filename=name, feature_version=OLDEST)
-    assert {name: found for name, text in texts.items() if (found := list(later(text)))} == {}
+    assert {name: newer for name, text in texts.items() if (newer := list(later(text)))} == {}
 
 
 def test_what_is_newer_is_found() -> None:
@@ -149,12 +149,12 @@ def test_what_is_newer_is_found() -> None:
 
 
 # Without `covers`: where there is no such Python it is passed over, and then it shows nothing.
-@pytest.mark.parametrize("one", standalone.SCRIPTS, ids=lambda one: one.path)
+@pytest.mark.parametrize("script", standalone.SCRIPTS, ids=lambda script: script.path)
 def test_a_script_runs_with_the_python_of_commissioning(
-    one: standalone.Script, oldest: Path, built: Path
+    script: standalone.Script, oldest: Path, built: Path
 ) -> None:
     """Every source is loaded, which runs what a first use of it would, and the program answers."""
-    body = standalone.build(one).partition(f"3<<'{standalone._END}'\n")[2]
+    body = standalone.build(script).partition(f"3<<'{standalone._END}'\n")[2]
     program = body.partition(f"\n{standalone._END}\n")[0].rpartition("\nrun(")[0]
     load = "import importlib\nfor name in SOURCES: importlib.import_module(PACKAGE + name)\n"
     loaded = subprocess.run(
@@ -163,7 +163,7 @@ def test_a_script_runs_with_the_python_of_commissioning(
     )  # fmt: skip
     assert (loaded.returncode, loaded.stderr) == (0, "")
     helped = subprocess.run(
-        ["/bin/sh", str(built / one.path), "--help"], text=True, capture_output=True,
+        ["/bin/sh", str(built / script.path), "--help"], text=True, capture_output=True,
         check=False, env={"PATH": str(oldest)},
     )  # fmt: skip
     assert (helped.returncode, helped.stderr) == (0, "") and "GPUAAS_SLICE_" in helped.stdout
@@ -194,8 +194,8 @@ def test_it_runs_alone(utils: Path, tmp_path: Path) -> None:
 
 def metadata(text: str) -> dict[str, Any]:
     rows = text.partition("script metadata ---\n")[2].partition("# --- End MAAS")[0].splitlines()
-    told: dict[str, Any] = yaml.safe_load("\n".join(row.removeprefix("# ") for row in rows))
-    return told
+    meta: dict[str, Any] = yaml.safe_load("\n".join(row.removeprefix("# ") for row in rows))
+    return meta
 
 
 @pytest.mark.covers("HOST-1")
@@ -217,12 +217,12 @@ def test_the_script_that_changes_the_bios_is_run_by_its_own_tag_only(tmp_path: P
 @pytest.mark.covers("HOST-1", "ECO-3")
 def test_maas_runs_its_script_on_machines_with_a_gpu_of_the_profile_only() -> None:
     """Where MAAS looks: YAML between the two marks, in comments."""
-    told = metadata(standalone.build(standalone.FIRMWARE))
+    meta = metadata(standalone.build(standalone.FIRMWARE))
     profile = yaml.safe_load((standalone.ROOT / "profiles/xe9680l-h200.yml").read_text())
-    assert told["script_type"] == "commissioning" and told["tags"] == "gpuaas"
-    assert [told["for_hardware"]] == [f"pci:{one}" for one in profile["gpu"]["ids"]]
+    assert meta["script_type"] == "commissioning" and meta["tags"] == "gpuaas"
+    assert [meta["for_hardware"]] == [f"pci:{id}" for id in profile["gpu"]["ids"]]
     released = metadata(standalone.build(standalone.RELEASE))
-    assert (released["script_type"], released["for_hardware"]) == ("release", told["for_hardware"])
+    assert (released["script_type"], released["for_hardware"]) == ("release", meta["for_hardware"])
     # Only a release that asks for it waits for it.
     assert released["tags"].split(",") == ["gpuaas", "noauto"] and "may_reboot" not in released
     two = yaml.safe_load(standalone.hardware({"gpu": {"ids": ["10de:2335", "10de:2330"]}}))

@@ -17,6 +17,6 @@ def upgrade() -> None:
     _index("ix_pool_workers_ended", "pool_workers", "pool_id", "ended_at")
 
 
-def _index(name: str, table: str, column: str, known: str) -> None:
-    where = sa.text(f"{known} IS NOT NULL")
+def _index(name: str, table: str, column: str, present: str) -> None:
+    where = sa.text(f"{present} IS NOT NULL")
     op.create_index(name, table, [column], sqlite_where=where, postgresql_where=where)

@@ -26,5 +26,5 @@ def upgrade() -> None:
     )
     for allocation_id, result in conn.execute(built).all():
         if machine := (result or {}).get("machine"):
-            found = sa.update(allocations).where(allocations.c.id == allocation_id)
-            conn.execute(found.values(machine=machine))
+            update = sa.update(allocations).where(allocations.c.id == allocation_id)
+            conn.execute(update.values(machine=machine))

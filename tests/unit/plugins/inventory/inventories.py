@@ -110,11 +110,11 @@ def source(folder: Path, plugin: str, case: str = "site", **options: Any) -> Pat
 
 @dataclass
 class Anything:
-    """answers: by the first part of the path, a JSON value or bytes. asked: paths and headers."""
+    """answers: by the first part of the path, a JSON value or bytes. calls: paths and headers."""
 
     port: int = 0
     answers: dict[str, Any] = field(default_factory=dict)
-    asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    calls: list[tuple[str, dict[str, str]]] = field(default_factory=list)
 
     def url(self, case: str) -> str:
         return f"http://127.0.0.1:{self.port}/{case}"
@@ -130,7 +130,7 @@ def answering() -> Iterator[Anything]:
             """Log nothing."""
 
         def do_GET(self) -> None:
-            service.asked.append((self.path, dict(self.headers)))
+            service.calls.append((self.path, dict(self.headers)))
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             case = self.path.split("/")[1]
             if case == "drip":

@@ -48,10 +48,10 @@ def test_deployed_machines_with_the_tag_and_an_address_of_the_site(tmp_path: Pat
             source(tmp_path, "maas", token_file=str(maas.token_file), **options), **site
         )
         record = maas.record()
-    found = hosts(done)
-    assert set(found) == {"gpu1"}
-    assert found["gpu1"]["ansible_host"] == "10.20.0.4"
-    assert found["gpu1"]["ansible_user"] == "ubuntu"
+    listed = hosts(done)
+    assert set(listed) == {"gpu1"}
+    assert listed["gpu1"]["ansible_host"] == "10.20.0.4"
+    assert listed["gpu1"]["ansible_user"] == "ubuntu"
     assert '"zone_rack_1"' in done.stdout
     assert "gpu4 is left out" in done.stderr
     assert record["violations"] == []
@@ -129,6 +129,6 @@ def test_a_machine_changes_no_connection_of_a_host_of_another_source(tmp_path: P
     with answering() as service:
         service.answers = {"site": [deployed("gpu1"), deployed("gpu2")]}
         ours = source(tmp_path, "maas", "site", url=service.url("site"), networks=["10.20.0.0/16"])
-        found = hosts(inventory(others, ours))
-    assert ["ansible_host" in found[name] for name in ("gpu1", "gpu2")] == [False, True]
-    assert found["gpu1"]["maas_hostname"] == "gpu1"
+        listed = hosts(inventory(others, ours))
+    assert ["ansible_host" in listed[name] for name in ("gpu1", "gpu2")] == [False, True]
+    assert listed["gpu1"]["maas_hostname"] == "gpu1"

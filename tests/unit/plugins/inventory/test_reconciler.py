@@ -50,7 +50,7 @@ def test_a_hostile_answer_gives_no_host(tmp_path: Path) -> None:
         lines = [line for line in done.stderr.splitlines() if f"{case}.reconciler.yml: " in line]
         assert any(f"{code}: expected" in line for line in lines), (case, done.stderr)
     # No request follows a redirect with the token.
-    assert not [path for path, _ in service.asked if path.startswith("/other")]
+    assert not [path for path, _ in service.calls if path.startswith("/other")]
 
 
 def test_no_text_is_a_template_and_no_connection_of_another_source_changes(tmp_path: Path) -> None:
@@ -70,19 +70,19 @@ def test_no_text_is_a_template_and_no_connection_of_another_source_changes(tmp_p
         unmade = {"url": service.url("broken"), "compose": {"copied": "gpuaas_none.x"}}
         broken = source(tmp_path, "reconciler", "broken", strict=True, **unmade)
         done = inventory(static, site, broken)
-        found = hosts(done)
+        listed = hosts(done)
     assert not (tmp_path / "trap").exists()
     text = [
-        v["__ansible_unsafe"] if isinstance(v, dict) else v for v in (found["node-1"]["copied"],)
+        v["__ansible_unsafe"] if isinstance(v, dict) else v for v in (listed["node-1"]["copied"],)
     ]
     assert text == [trap]
-    assert "ansible_connection" not in found["node-1"]
-    assert found["node-1"]["ansible_host"] == "192.0.2.7"
-    assert found["bastion"]["ansible_host"] == "192.0.2.1"
-    assert found["bastion"]["ansible_port"] == 2222
+    assert "ansible_connection" not in listed["node-1"]
+    assert listed["node-1"]["ansible_host"] == "192.0.2.7"
+    assert listed["bastion"]["ansible_host"] == "192.0.2.1"
+    assert listed["bastion"]["ansible_port"] == 2222
     # Nothing is left of a source that is refused while its hosts are added.
     assert "Could not set copied" in done.stderr
-    assert (found["bastion"]["gpuaas_state"], "node-2" in found) == ("ready", False)
+    assert (listed["bastion"]["gpuaas_state"], "node-2" in listed) == ("ready", False)
     assert "state_draining" not in json.loads(done.stdout)
 
 
@@ -94,7 +94,7 @@ def test_a_login_of_netrc_replaces_no_token(tmp_path: Path) -> None:
         service.answers = {"site": page(NODE)}
         site = source(tmp_path, "reconciler", url=service.url("site"))
         assert list(hosts(inventory(site, NETRC=str(netrc)))) == ["node-1"]
-    ((_, headers),) = service.asked
+    ((_, headers),) = service.calls
     assert headers["Authorization"] == f"Bearer {'t' * 20}"
 
 
@@ -110,7 +110,7 @@ def test_the_cache_is_of_one_service_and_is_checked_like_an_answer(tmp_path: Pat
         site = source(tmp_path, "reconciler", url=service.url("site"), **cache)
         first = hosts(inventory(site))
         assert hosts(inventory(site)) == first
-        assert len(service.asked) == 1
+        assert len(service.calls) == 1
         other = source(tmp_path, "reconciler", url=service.url("other"), **cache)
         assert set(hosts(inventory(other))) == {"node-2"}
         (entry,) = (tmp_path / "cache").iterdir()

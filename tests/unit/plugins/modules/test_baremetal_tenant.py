@@ -175,12 +175,12 @@ GROUP = f"sys/fs/cgroup/system.slice/{_pool_workers._SLICE}"
 def test_workers_of_a_pool_start_and_end_with_their_tenant(
     accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
+    calls: list[list[str]] = []
 
     def systemctl(argv: Any, **options: Any) -> Any:
         if argv[0] != "systemctl" or "user-" in argv[-1]:
             return accounts.run(argv, **options)
-        asked.append(argv[1:])
+        calls.append(argv[1:])
         group = accounts.tree / GROUP
         if argv[1] == "enable":
             wants = accounts.tree / "etc/systemd/system/multi-user.target.wants"
@@ -198,7 +198,7 @@ def test_workers_of_a_pool_start_and_end_with_their_tenant(
     monkeypatch.setattr(_pool_workers, "_KILL_S", 0)
     tree = accounts.tree
     refused = drive("present", workers=WORKERS, check_mode=True).failure
-    assert refused and refused.code == "worker_kit_missing" and asked == []
+    assert refused and refused.code == "worker_kit_missing" and calls == []
     (tree / "opt/gpuaas/bin").mkdir(parents=True)
     (tree / "opt/gpuaas/bin/gpuaas").write_text("")
     made = drive("present", workers=WORKERS)
@@ -208,11 +208,11 @@ def test_workers_of_a_pool_start_and_end_with_their_tenant(
     token = tree / _pool_workers.TOKEN.lstrip("/")
     assert (token.read_text(), token.stat().st_mode & 0o777) == ("gpw_secret\n", 0o600)
     units = ["gpuaas-worker@1.service", "gpuaas-worker@2.service"]
-    assert asked[1:] == [["enable", *units], ["restart", "--no-block", *units]]
+    assert calls[1:] == [["enable", *units], ["restart", "--no-block", *units]]
     assert drive("present", workers=WORKERS).changed is False
     # Another run has another token, with which running workers are started again.
     again = drive("present", workers=WORKERS | {"token": "other"})
-    assert again.done == ["write_token", "start_workers"] and asked[-1][0] == "restart"
+    assert again.done == ["write_token", "start_workers"] and calls[-1][0] == "restart"
 
     # The tenant has made a folder of the unit, and its workers do not end by SIGTERM.
     (tree / _pool_workers.UNIT.lstrip("/")).unlink()
@@ -220,7 +220,7 @@ def test_workers_of_a_pool_start_and_end_with_their_tenant(
     (tree / _pool_workers.MODELS.lstrip("/") / "m.py").write_text("")
     ended = drive("ended", grace=0)
     assert ended.done[-1] == "end_workers" and not (tree / GROUP).exists()
-    assert [words[0] for words in asked[-3:]] == ["stop", "kill", "daemon-reload"]
+    assert [words[0] for words in calls[-3:]] == ["stop", "kill", "daemon-reload"]
     assert ended.facts["absence"]["checks"]["models"]["absent"] is False
     gone = drive("absent")
     assert gone.facts["absence"]["absent"] and not token.exists()

@@ -113,14 +113,14 @@ class Host:
 
 @pytest.fixture
 def host(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    found = Host(tree)
+    host = Host(tree)
 
     @contextlib.contextmanager
     def opened(_address: str) -> Iterator[Edu]:
-        yield found.device
+        yield host.device
 
     monkeypatch.setattr(_vfio, "opened", opened)
-    return found
+    return host
 
 
 def code(outcome: _change.Outcome) -> str:

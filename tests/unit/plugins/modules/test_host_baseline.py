@@ -210,12 +210,12 @@ def test_names_of_any_bytes_are_shown_in_a_form_that_can_be_stored(host: Any, tr
     (tree / "usr/local/bin").mkdir(parents=True)
     (tree / "usr/local/bin" / os.fsdecode(b"\xff")).write_text("evil")
     (tree / "home" / os.fsdecode(b"\xfe")).symlink_to("/")
-    found = drift(before)
-    assert found == {
+    differences = drift(before)
+    assert differences == {
         "homes \\xfe": ("added", True),
         "programs /usr/local/bin/\\xff": ("added", True),
     }
-    assert json.dumps(found, ensure_ascii=False).encode()
+    assert json.dumps(differences, ensure_ascii=False).encode()
     link = tree / "etc/sudoers.d/a"
     link.parent.mkdir()
     link.symlink_to(os.fsdecode(b"\xff"))
@@ -258,8 +258,8 @@ def test_a_home_that_cannot_be_read_ends_no_release(host: Any, tree: Path, home:
             os.close(at)
             at = inner
         os.close(at)
-    found = drift(before)
+    differences = drift(before)
     if home == "/deep":
         subprocess.run(["rm", "-rf", str(tree / "deep")], check=True)
-    assert found["accounts toor"] == ("added", True)
-    assert ("keys /deep/.ssh" in found) is (home == "/deep")
+    assert differences["accounts toor"] == ("added", True)
+    assert ("keys /deep/.ssh" in differences) is (home == "/deep")

@@ -76,8 +76,8 @@ def test_the_slices_of_a_confirmed_restart_do_not_count(tree: Path) -> None:
     assert module.look(confirmed)["identity"]["boot_id"] == "b1"
     late = refusal(confirmed | {"boot_id": "b0"})
     assert late.code == "boot_changed", "a run of an earlier boot restarts nothing"
-    found = refusal(confirmed | {"allocations": [first]}).found
-    assert found == f"qemu-system-x86_64 9, slot-1 leased by {second}"
+    users = refusal(confirmed | {"allocations": [first]}).found
+    assert users == f"qemu-system-x86_64 9, slot-1 leased by {second}"
 
 
 @pytest.mark.covers("I13")

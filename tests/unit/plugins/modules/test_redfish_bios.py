@@ -87,7 +87,7 @@ def test_one_request_stages_all_and_makes_the_job(bmc: standin.Bmc) -> None:
     assert outcome.evidence["commit_job"] == {"jobs": [{"id": JOB}]}
     assert {row["status"] for row in outcome.facts["attributes"]} == {"pending"}
     assert outcome.facts["settled"] is False
-    assert bmc.asked(f"GET {redfish.REGISTRY_FILE}") == 1, "it takes an iDRAC seconds"
+    assert bmc.count(f"GET {redfish.REGISTRY_FILE}") == 1, "it takes an iDRAC seconds"
     again = drive(bmc)
     assert (again.changed, again.failure, bmc.record()["resets"]) == (False, None, [])
 
@@ -128,7 +128,7 @@ def test_values_that_wait_without_a_job_get_one(bmc: standin.Bmc) -> None:
     outcome = drive(bmc)
     assert outcome.failure is None
     assert outcome.evidence["commit_job"] == {"jobs": [{"id": JOB}]}
-    assert bmc.asked(f"POST {redfish.JOBS}") == 1
+    assert bmc.count(f"POST {redfish.JOBS}") == 1
 
 
 def test_a_change_that_is_not_kept_fails_the_second_look(bmc: standin.Bmc) -> None:
@@ -190,7 +190,7 @@ def test_a_queue_that_is_not_shown_whole_is_never_settled(bmc: standin.Bmc, link
 def test_whatever_host_a_page_names_this_bmc_is_asked(bmc: standin.Bmc) -> None:
     bmc.begin(jobs=jobs(3), page=2, next_link=f"https://bmc.invalid{redfish.JOBS}?$skip=2")
     assert drive(bmc, check=True).failure is None
-    assert bmc.asked(f"GET {redfish.JOBS}") == 2
+    assert bmc.count(f"GET {redfish.JOBS}") == 2
 
 
 def test_a_job_that_comes_between_plan_and_change_is_named(

@@ -92,30 +92,30 @@ def test_the_host_key_is_recorded_and_ssh_without_one_is_not_ready(guest: Guest)
 
 
 @pytest.mark.parametrize(
-    ("ok", "own", "code"),
+    ("ok", "tenant_code", "code"),
     [(True, True, ""), (False, True, "readiness_failed"), (False, False, "probe_failed")],
 )
 def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
-    guest: Guest, monkeypatch: pytest.MonkeyPatch, ok: bool, own: bool, code: str
+    guest: Guest, monkeypatch: pytest.MonkeyPatch, ok: bool, tenant_code: bool, code: str
 ) -> None:
     """A guest in which no code of its tenant has run fails by the site's doing."""
     guest.lease(MAC, IP)
     guest.ssh = True
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def ask(_id: str, probes: Any, deadlines: Any, **_more: Any) -> Any:
-        asked.extend((probes, deadlines))
+        calls.extend((probes, deadlines))
         row = {"ok": ok, "detail": "" if ok else "cuInit: error 802", "values": {}}
         return {"gpu_compute": {**row, "seconds": 3.0, "deadline_s": 4}}
 
     monkeypatch.setattr(module._readiness, "ask", ask)
     runtime = {"source": "baked", "driver": "570-server", "probes": {"gpu_compute": 900, "rdma": 2}}
-    given = {"gpus": 2, "functions": 2, "tenant_code": own}
+    given = {"gpus": 2, "functions": 2, "tenant_code": tenant_code}
     module_run = Module(check_mode=False, guest_runtime=runtime, **given)
     _change.attend(module_run, module.watch)
     # The deadline of the launch is a limit of every probe.
     asked_of = {"gpu_compute": {"driver": "570-server", "gpus": 2}, "rdma": {"functions": 2}}
-    assert asked == [asked_of, {"gpu_compute": 5, "rdma": 2}]
+    assert calls == [asked_of, {"gpu_compute": 5, "rdma": 2}]
     rows = module_run.answer["readiness"]["probes"]
     names = ["address", "lease", "ssh", "gpu_compute"]
     assert [(row["name"], row["ok"]) for row in rows] == [(n, True) for n in names[:3]] + [
@@ -127,10 +127,10 @@ def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
         assert (error["code"], error["found"]) == (code, "gpu_compute: cuInit: error 802")
         assert error["expected"] == "gpu_compute within 4 s"
         assert "driver" in error["remedy"]
-    asked.clear()
+    calls.clear()
     checked = Module(check_mode=True, guest_runtime=runtime)
     _change.attend(checked, module.watch)
-    assert not asked
+    assert not calls
 
 
 def test_a_later_start_reports_the_probes_and_fails_by_none(
@@ -139,10 +139,10 @@ def test_a_later_start_reports_the_probes_and_fails_by_none(
     """The tenant is root in the guest and may have removed them; that costs two minutes."""
     guest.lease(MAC, IP)
     guest.ssh = True
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def ask(_id: str, _probes: Any, deadlines: Any, **_more: Any) -> Any:
-        asked.append(deadlines)
+        calls.append(deadlines)
         row = {"ok": False, "detail": "no answer within 121 s", "values": {}}
         return {"gpu_compute": {**row, "seconds": 121.0, "deadline_s": 121}}
 
@@ -151,9 +151,9 @@ def test_a_later_start_reports_the_probes_and_fails_by_none(
     for deadline, longest in ((900, 121), (100, 100)):
         later = Module(check_mode=False, guest_runtime=runtime, judged=False, deadline=deadline)
         _change.attend(later, module.watch)
-        assert (later.answer["failed"], asked[-1]) == (False, {"gpu_compute": longest})
+        assert (later.answer["failed"], calls[-1]) == (False, {"gpu_compute": longest})
         # The contract of runs refuses parts of a second.
-        assert type(asked.pop()["gpu_compute"]) is int
+        assert type(calls.pop()["gpu_compute"]) is int
         assert not later.answer["readiness"]["probes"][-1]["ok"]
     guest.keys = []
     later = Module(check_mode=False, guest_runtime=runtime, judged=False)

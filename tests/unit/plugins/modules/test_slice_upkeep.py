@@ -31,8 +31,8 @@ def test_a_broken_part_of_the_baseline_is_found_between_parities(
     ]
     monkeypatch.setattr(_slice_parity, "CHECKS", broken)
     monkeypatch.setattr(_upkeep, "_is_of_target", lambda _row, _facts: False)
-    found = {row["check"] for row in _upkeep.look({"profile": PROFILE, "slots": []})}
-    assert found == {
+    checks = {row["check"] for row in _upkeep.look({"profile": PROFILE, "slots": []})}
+    assert checks == {
         "gpu_services_quiesced", "ovs_bridge", "dnsmasq", "dnsmasq_config", "nat", "ip_forwarding",
         "guest_egress", "guest_tcp", "network_service", "fabric_isolation", "libvirt_directory",
         "image_cache",

@@ -33,7 +33,7 @@ def operations() -> Iterator[tuple[str, str, Document]]:
 
 
 def roles(operation: Document) -> set[str]:
-    return {role for one in operation.get("security", []) for role in one["token"]}
+    return {role for security in operation.get("security", []) for role in security["token"]}
 
 
 class Conformity:

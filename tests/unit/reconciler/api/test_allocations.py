@@ -67,14 +67,14 @@ def test_with_absence_it_passes_through_cleanup(selling: Stack) -> None:
 def test_what_must_not_be_forced(selling: Stack) -> None:
     allocation_id = launch(selling).json()["id"]
     activate(selling, allocation_id)
-    for asked, body, status, code in (
+    for action, body, status, code in (
         (allocation_id, {}, 409, "allocation_active"),
         (allocation_id, {"runtime_verified_absent": True}, 409, "allocation_active"),
         ("none", {}, 404, "allocation_not_found"),
         (allocation_id, {"reason": ""}, 422, "reason_required"),
         (allocation_id, {"runtime_verified_absent": "yes"}, 422, "request_invalid"),
     ):
-        problem = refused(selling, partial(clean, selling, asked, key=code, **body))
+        problem = refused(selling, partial(clean, selling, action, key=code, **body))
         assert (problem["status"], problem["code"]) == (status, code)
 
 

@@ -169,7 +169,7 @@ def test_a_failure_shows_its_code_and_no_address(metal: Stack, allocation: str) 
         "detail": "controller: host_unreachable",
     }
     assert shown[2].json()["items"][0]["failure_code"] == "host_unreachable"
-    assert [one for one in shown if "192.0.2.9" in one.text] == []
+    assert [answer for answer in shown if "192.0.2.9" in answer.text] == []
 
 
 def test_stop_is_guarded_and_frees_the_allocation(metal: Stack, allocation: str) -> None:

@@ -181,13 +181,13 @@ def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:
         apps.reported(conn, row["id"], planted, ACT, ready=False)
         failure = sa.update(tables.app_operations).values(failure=ERROR)
         conn.execute(failure)
-    own = f"{at}/{made['id']}"
-    for path in (at, f"{at}/machines", own, f"{own}/members", f"{own}/member-operations"):
+    app = f"{at}/{made['id']}"
+    for path in (at, f"{at}/machines", app, f"{app}/members", f"{app}/member-operations"):
         member.ask("GET", path)
     headers = {"Idempotency-Key": "ssh"}
-    member.ask("POST", f"{own}/bootstrap-ssh/reconcile", headers=headers)
-    member.ask("POST", f"{own}/stop")
-    assert member.ask("GET", f"{own}/members")["items"][0]["adapter_detail"]["phase"] == "up"
+    member.ask("POST", f"{app}/bootstrap-ssh/reconcile", headers=headers)
+    member.ask("POST", f"{app}/stop")
+    assert member.ask("GET", f"{app}/members")["items"][0]["adapter_detail"]["phase"] == "up"
 
 
 def forward(stack: Stack, member: Watch, allocation_id: str) -> None:

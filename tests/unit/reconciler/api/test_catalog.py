@@ -132,8 +132,8 @@ def test_one_judgement_of_the_regions_serves_all_and_refuses_nobody(
 def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> None:
     planted, member = canaries(selling), selling.client("member")
 
-    def available(**asked: str | int) -> dict[str, object]:
-        answer = member.get("catalog/availability", params=asked)
+    def available(**query: str | int) -> dict[str, object]:
+        answer = member.get("catalog/availability", params=query)
         assert not {canary for canary in planted if canary in answer.text.lower()}
         document: dict[str, object] = answer.json()
         return document
@@ -141,11 +141,11 @@ def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> N
     both = available(gpus=2, sku="lab-edu-slice")
     assert (both["fits"], both["free"], both["largest"]) == (True, 2, 2)
     launch(selling)
-    one = available(gpus=2)
-    assert (one["fits"], one["largest"]) == (False, 1)
+    body = available(gpus=2)
+    assert (body["fits"], body["largest"]) == (False, 1)
     assert both["summary"] == "2 GPUs free, 2 on one node" and both["reasons"] == {}
-    assert one["summary"] == "1 GPU free, no 2 on one node" and one["reasons"] == {"reserved": 1}
-    assert one["nearest"] == [{"gpus": 1, "region": "", "pool": ""}]
+    assert body["summary"] == "1 GPU free, no 2 on one node" and body["reasons"] == {"reserved": 1}
+    assert body["nearest"] == [{"gpus": 1, "region": "", "pool": ""}]
     elsewhere = available(gpus=1, sku="h200-sxm-slice")
     assert (elsewhere["fits"], elsewhere["free"]) == (False, 0)
     assert available(gpus=1, sku="none")["code"] == "sku_unknown"

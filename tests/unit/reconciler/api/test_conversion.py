@@ -138,7 +138,7 @@ def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: Stack) -> Non
         slices.provision_failed(conn, key, ACT, step="slice_ready", error=error)
         (slot,) = claims.held_slots(conn, key)
         document = discovery()
-        alive = [one for one in document["nvme"] if one["identity"] != slot.nvme_identity]
+        alive = [disk for disk in document["nvme"] if disk["identity"] != slot.nvme_identity]
         host.record_discovery(conn, NODE, {**document, "nvme": alive}, ACT)
         dead = slot_life.withdraw(conn, slot.id, why)
         (kept,) = slot_records.of_node(conn, NODE)
@@ -195,7 +195,7 @@ def on_the_way(stack: Stack, state: SlotState) -> None:
 def test_not_while_somebody_is_on_the_node(selling: Stack, state: SlotState) -> None:
     on_the_way(selling, state)
     admin, before = selling.client("admin"), mode(selling)
-    asked = len(admin.get("admin/tasks").json()["items"])
+    tasks = len(admin.get("admin/tasks").json()["items"])
     statuses = [slot["status"] for slot in admin.get(SLOTS).json()["items"]]
     assert sorted(statuses) == sorted(["available", state])
     refused = admin.post(PATH, json={"to": "baremetal"})
@@ -204,7 +204,7 @@ def test_not_while_somebody_is_on_the_node(selling: Stack, state: SlotState) -> 
     assert mode(selling) == before
     # Nothing of it has happened: what is on sale is so still.
     assert [slot["status"] for slot in admin.get(SLOTS).json()["items"]] == statuses
-    assert len(admin.get("admin/tasks").json()["items"]) == asked
+    assert len(admin.get("admin/tasks").json()["items"]) == tasks
 
 
 def test_every_busy_state_is_one_that_the_requirement_names() -> None:

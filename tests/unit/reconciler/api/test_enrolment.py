@@ -278,7 +278,7 @@ def test_a_launch_makes_up_for_a_revocation_that_was_cut_short(
 
 def test_a_host_cannot_take_its_neighbours_key(new: Stack, tmp_path: Path) -> None:
     """It would be revoked for both as soon as the host enrols with another."""
-    theirs, own = keys(tmp_path, "theirs", "own")
+    theirs, own_key = keys(tmp_path, "theirs", "own")
     assert new.client().post(PATH, json=body(new) | {"host_key": theirs}).status_code == 200
     admin = new.client("admin")
     other = {"id": "other", "address": "192.0.2.8", "profile": "lab"}
@@ -288,7 +288,7 @@ def test_a_host_cannot_take_its_neighbours_key(new: Stack, tmp_path: Path) -> No
     answer = new.client().post("nodes/other/enrol", json=sent)
     assert (answer.status_code, answer.json()["code"]) == (409, "host_key_not_accepted")
     # Its own replaces no key but its own.
-    answer = new.client().post("nodes/other/enrol", json=sent | {"host_key": own})
+    answer = new.client().post("nodes/other/enrol", json=sent | {"host_key": own_key})
     assert (answer.status_code, revoked(new)) == (200, [])
 
 

@@ -68,17 +68,17 @@ def known_in(selling: Stack) -> dict[str, str]:
     }
 
 
-def repeat(client: Client, asked: dict[str, Any]) -> str:
+def repeat(client: Client, request: dict[str, Any]) -> str:
     """How an act is answered that was done before: never by doing it again."""
     # A key of no characters is none.
-    if not any(asked["headers"].get(name) for name in HEADERS):
-        asked["headers"]["Idempotency-Key"] = str(uuid.uuid4())
-        if not client.request(**asked).is_success:
+    if not any(request["headers"].get(name) for name in HEADERS):
+        request["headers"]["Idempotency-Key"] = str(uuid.uuid4())
+        if not client.request(**request).is_success:
             return "once"  # what it asks for can be done a single time
-    again = client.request(**asked)
+    again = client.request(**request)
     if again.headers.get("Idempotency-Replayed") == "true":
         return "replayed"
-    return str(again.json().get("code", f"done again: {asked['method']} {asked['url']}"))
+    return str(again.json().get("code", f"done again: {request['method']} {request['url']}"))
 
 
 @pytest.mark.covers("CTRL-1", "CTRL-10")
@@ -116,7 +116,7 @@ def cases() -> list[st.SearchStrategy[Any]]:
 
 def fuzz(there: Known, role: str, examples: int) -> None:
     """So many requests to every operation in this role."""
-    selling, known = there
+    selling, ids = there
     # Errors of the service are its answer here, not the test client's exception.
     client = selling.client(role, raise_server_exceptions=False)
     statuses: set[int] = set()
@@ -135,27 +135,27 @@ def fuzz(there: Known, role: str, examples: int) -> None:
         def send(case: Any, real: bool) -> None:
             if real:
                 names = case.path_parameters
-                names.update({name: known[name] for name in names if name in known})
-            asked = case.as_transport_kwargs(base_url="http://test")
+                names.update({name: ids[name] for name in names if name in ids})
+            request = case.as_transport_kwargs(base_url="http://test")
             # Who asks is not part of what is tried out.
-            asked["headers"] = {
+            request["headers"] = {
                 name: value
-                for name, value in asked["headers"].items()
+                for name, value in request["headers"].items()
                 if name.lower() not in ("authorization", "user-agent")
             }
-            asked.pop("cookies", None)
-            if "data" in asked:
-                asked["content"] = asked.pop("data")
-            answer = client.request(**asked)  # the client holds it against the contract
+            request.pop("cookies", None)
+            if "data" in request:
+                request["content"] = request.pop("data")
+            answer = client.request(**request)  # the client holds it against the contract
             unready = answer.status_code == 503 and (
                 case.path in SAYS_UNREADY or answer.json()["code"] == DRAINED
             )
-            assert answer.status_code < 500 or unready, (asked, answer.text)
+            assert answer.status_code < 500 or unready, (request, answer.text)
             statuses.add(answer.status_code)
             if case.meta.generation.mode is GenerationMode.NEGATIVE:
                 wrong.add(answer.status_code)
             if answer.is_success and case.method != "GET":
-                repeated.add(repeat(client, asked))
+                repeated.add(repeat(client, request))
 
         send()
     assert repeated <= {"once", "replayed", "secret_shown_once"}

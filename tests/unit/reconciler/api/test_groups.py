@@ -37,7 +37,7 @@ def machine(tree: Path, script: Any, monkeypatch: pytest.MonkeyPatch) -> Machine
     script.on("devlink", "-j", "dev", "info", out='{"info":{}}')
     monkeypatch.setattr(_block, "disks", lambda: [disk(0), disk(1)])
     monkeypatch.setattr(
-        _block, "usages", lambda disks: {one.kernel_name: _block.Usage() for one in disks}
+        _block, "usages", lambda disks: {disk.kernel_name: _block.Usage() for disk in disks}
     )
     return machine
 

@@ -153,7 +153,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def changing() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Verb, path and description of every operation of the written contract that acts."""
-    return (one for one in operations() if one[0] in MUTATING)
+    return (row for row in operations() if row[0] in MUTATING)
 
 
 def is_guarded(operation: dict[str, Any]) -> bool:
@@ -176,7 +176,7 @@ def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: Stack) -> None:
     admin = selling.client("admin", base="/")
     allocation = launch(selling).json()["id"]
     (task,) = selling.client("admin").get(f"admin/allocations/{allocation}").json()["tasks"]
-    known = {
+    names = {
         "node_id": NODE,
         "slot_id": selling.client("admin").get(SLOTS).json()["items"][0]["id"],
         "action": "disable",
@@ -190,7 +190,7 @@ def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: Stack) -> None:
     for verb, path, operation in changing():
         if not is_guarded(operation):
             continue
-        name, at = operation["operationId"], path.format_map(known)
+        name, at = operation["operationId"], path.format_map(names)
         who = selling.client("member", base="/") if "/projects/" in path else admin
         headers = {"If-Match": '"999"', "Idempotency-Key": name}
         ask = partial(who.request, verb, at, json=BODIES.get(name, {}), headers=headers)
@@ -213,10 +213,10 @@ def test_a_task_is_canceled_only_as_it_was_read(selling: Stack) -> None:
     stale = refused(selling, lambda: admin.post(f"{at}/cancel", headers=seen))
     assert (stale["status"], stale["code"]) == (412, "precondition_failed")
     now = {"If-Match": admin.get(at).headers["ETag"]}
-    asked = admin.post(f"{at}/cancel", headers=now)
-    assert (asked.status_code, asked.json()["cancel_requested"]) == (200, True)
+    canceled = admin.post(f"{at}/cancel", headers=now)
+    assert (canceled.status_code, canceled.json()["cancel_requested"]) == (200, True)
     # It is still running: that its end was asked for is news all the same, and that only once.
     stale = refused(selling, lambda: admin.post(f"{at}/cancel", headers=now))
     assert (stale["status"], stale["code"]) == (412, "precondition_failed")
-    again = admin.post(f"{at}/cancel", headers={"If-Match": asked.headers["ETag"]})
-    assert (again.status_code, again.headers["ETag"]) == (200, asked.headers["ETag"])
+    again = admin.post(f"{at}/cancel", headers={"If-Match": canceled.headers["ETag"]})
+    assert (again.status_code, again.headers["ETag"]) == (200, canceled.headers["ETag"])

@@ -92,13 +92,13 @@ def test_a_name_and_an_allowed_network_may_lead_to_the_api(
     ready: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configured(ready, "https://gpu.example")
-    known = ["10.30.0.9", "10.99.0.1"]  # The lab's profile allows the first.
+    addresses = ["10.30.0.9", "10.99.0.1"]  # The lab's profile allows the first.
     monkeypatch.setattr(
         *(socket, "getaddrinfo"),
-        lambda *_: [(2, 1, 6, "", (address, 0)) for address in known],
+        lambda *_: [(2, 1, 6, "", (address, 0)) for address in addresses],
     )
     assert "10.99.0.1" in refused(ready, lambda: with_pool(ready))["found"]
-    known.pop()
+    addresses.pop()
     answer = refused(ready, lambda: with_pool(ready))
     assert (answer["code"], "nodes" in answer) == ("networks_not_applied", False)
     networks = {"allowed_networks": ["10.30.0.0/24"], "denied_networks": []}

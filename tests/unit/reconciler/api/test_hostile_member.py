@@ -153,15 +153,15 @@ def test_no_operation_reaches_the_objects_of_another_project(
     assert kept(selling) == before
 
 
-def as_a_whole(stack: Stack, own: dict[str, str]) -> dict[str, Any]:
+def as_a_whole(stack: Stack, names: dict[str, str]) -> dict[str, Any]:
     """What the attacker reads of its project and of its own objects, from the contract."""
-    found = {}
+    documents = {}
     for verb, path, operation in operations():
-        whole = "{project_id}" in path and set(re.findall("{(.*?)}", path)) <= set(own)
+        whole = "{project_id}" in path and set(re.findall("{(.*?)}", path)) <= set(names)
         # Whether a model is served follows from heartbeats: it has a test of its own.
         whole = whole and not path.endswith("/jobs/models")
         if verb == "get" and whole and "project-member" in roles(operation):
-            answer = stack.client(ATTACKER).get("http://test" + path.format(**own))
+            answer = stack.client(ATTACKER).get("http://test" + path.format(**names))
             assert answer.status_code == 200, (path, answer.text)
             document = answer.json()
             # Up to the present moment, or since one before it.
@@ -171,8 +171,8 @@ def as_a_whole(stack: Stack, own: dict[str, str]) -> dict[str, Any]:
             for row in (*document.get("items", ()), *document.get("totals", ())):
                 for amount in ("counted_seconds", "gpu_seconds"):
                     row.pop(amount, None)
-            found[path] = document
-    return found
+            documents[path] = document
+    return documents
 
 
 def with_app(stack: Stack, project: str, allocation_id: str) -> str:
@@ -190,8 +190,8 @@ def test_no_list_or_sum_has_what_is_another_projects(
     with_model(selling)
     theirs = grab(selling).json()["id"]
     app = with_app(selling, "other", theirs)
-    own = {"project_id": "other", "allocation_id": theirs, "app_instance_id": app}
-    before = as_a_whole(selling, own)
+    names = {"project_id": "other", "allocation_id": theirs, "app_instance_id": app}
+    before = as_a_whole(selling, names)
     assert len(before) > 15
     mine = launch(selling).json()["id"]
     recorded(selling, mine)
@@ -214,7 +214,7 @@ def test_no_list_or_sum_has_what_is_another_projects(
     with transaction(selling.engine) as conn:
         # A chart shows jobs that were open for a while.
         conn.execute(sa.update(jobs_table).values(enqueued_at=jobs_table.c.enqueued_at - 600))
-    now = as_a_whole(selling, own)
+    now = as_a_whole(selling, names)
     assert {path: now[path] for path in before if now[path] != before[path]} == {}
 
 
@@ -265,11 +265,11 @@ def test_the_key_of_a_request_is_its_senders(selling: Stack) -> None:
     assert (again.json()["id"], again.headers["Idempotency-Replayed"]) == (mine["id"], "true")
     first = attack(selling, "POST", "projects/other/ssh-keys", key="k", json={"public_key": KEY})
     headers = {"Idempotency-Key": "k"}
-    own = selling.client(VICTIM).post(
+    answer = selling.client(VICTIM).post(
         "projects/demo/ssh-keys", json={"public_key": KEY}, headers=headers
     )
-    assert (first.status_code, own.status_code) == (201, 201)
-    assert "Idempotency-Replayed" not in own.headers
+    assert (first.status_code, answer.status_code) == (201, 201)
+    assert "Idempotency-Replayed" not in answer.headers
     # Every caller has the same address for its own jobs and tokens.
     with_model(selling)
     for path, wish in (("jobs", {"model": "m", "input": {}}), ("tokens", {"name": "same"})):
@@ -340,9 +340,9 @@ def test_a_persons_name_is_not_taken_for_a_token(selling: Stack, *, chosen: bool
     person = security.Caller("p1", f"oidc:{name}", Role.PROJECT_MEMBER, frozenset(), False, "p1")
     act = Act(person.actor, role=person.role, owner=person.owner)
     with transaction(selling.engine) as conn:
-        wanted = {"username": "u", "hostname": "h", "image": "ubuntu", "ssh_keys": [OWN_KEY]}
+        fields = {"username": "u", "hostname": "h", "image": "ubuntu", "ssh_keys": [OWN_KEY]}
         mine = launching.allocate(
-            conn, launching.Launch(project_id="demo", gpu_count=1, **wanted), act
+            conn, launching.Launch(project_id="demo", gpu_count=1, **fields), act
         ).id
     activate(selling, mine)
     with reading(selling.engine) as conn:
@@ -367,7 +367,7 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
 ) -> None:
     """A process has forty threads for requests; a document of cloud-config takes long to read."""
     app = create_app(selling.settings, selling.engine)
-    theirs, own = ({"Authorization": f"Bearer {selling.secrets[w]}"} for w in (ATTACKER, VICTIM))
+    theirs, victim = ({"Authorization": f"Bearer {selling.secrets[w]}"} for w in (ATTACKER, VICTIM))
     wish = {**BODY, "ssh_keys": [OWN_KEY], "gpu_count": 9}
 
     def post(number: int) -> int:
@@ -381,7 +381,7 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
         path = "/api/v1/projects/demo/allocations"
         try:
             for _ in range(3):
-                assert httpx.get(f"{url}{path}", headers=own, timeout=30).status_code == 200
+                assert httpx.get(f"{url}{path}", headers=victim, timeout=30).status_code == 200
         finally:
             over.set()
         assert {answer.result() for answer in answers} == {409}
@@ -449,11 +449,11 @@ def test_documents_that_take_long_to_read_are_counted(
     # Others, admins, and launches without a document are not asked.
     assert launch(selling, user_data=wish["user_data"]).status_code == 201
     assert grab(selling, gpu_count=9).json()["code"] == "no_capacity"
-    asked = {**BODY, **wish}
+    body = {**BODY, **wish}
     admin = selling.client("admin")
     for number in range(2):
         keyed = {"Idempotency-Key": f"admin-{number}"}
-        answer_of = admin.post("projects/demo/allocations", json=asked, headers=keyed)
+        answer_of = admin.post("projects/demo/allocations", json=body, headers=keyed)
         assert answer_of.json()["code"] == "no_capacity"
     clock.now += answer["retry_after_s"]
     assert grab(selling, **wish).json()["code"] == "no_capacity"
@@ -479,8 +479,8 @@ def test_large_bodies_are_counted_by_their_bytes(
     path = "projects/other/jobs/batch"
     codes = [attack(selling, "POST", path, json=large).status_code for _ in range(33)]
     assert codes[0] != 429 and codes[-1] == 429
-    own = selling.client(VICTIM).post("projects/demo/jobs/batch", json=large)
-    assert own.status_code != 429
+    answer = selling.client(VICTIM).post("projects/demo/jobs/batch", json=large)
+    assert answer.status_code != 429
     admin = selling.client("admin")
     assert {admin.post(path, json=large).status_code for _ in range(33)}.isdisjoint({429})
     clock.now += 1
@@ -494,14 +494,14 @@ class Sender:
         self._app = app
         self._secret, self._size = secret, size
         self.read = False
-        self.said: list[Any] = []
+        self.messages: list[Any] = []
 
     async def _receive(self) -> Any:
         self.read = True
         return {"type": "http.request", "body": b" " * self._size, "more_body": False}
 
     async def _send(self, message: Any) -> None:
-        self.said.append(message)
+        self.messages.append(message)
 
     def post(self, path: str) -> int:
         """The status of the answer."""
@@ -513,7 +513,7 @@ class Sender:
             "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
         }  # fmt: skip
         asyncio.run(self._app(scope, self._receive, self._send))
-        return int(self.said[0]["status"])
+        return int(self.messages[0]["status"])
 
 
 def test_a_large_body_of_a_stranger_is_not_read(selling: Stack) -> None:
@@ -529,8 +529,8 @@ def test_a_large_body_of_a_stranger_is_not_read(selling: Stack) -> None:
     for path in sorted(paths):
         stranger = Sender(app, "", size)
         assert (stranger.post(path), stranger.read) == (401, False), path
-    known = Sender(app, selling.secrets[VICTIM], size)
-    assert known.post("/api/v1/projects/demo/allocations") == 422
+    sender = Sender(app, selling.secrets[VICTIM], size)
+    assert sender.post("/api/v1/projects/demo/allocations") == 422
     # The operators' own application has no strangers, and the same limit.
     operators = create_operator_app(selling.settings, selling.engine)
     for size in (admission.BODY_LIMIT, admission.BODY_LIMIT + 1):
@@ -570,8 +570,8 @@ def test_a_member_who_changes_things_without_end_does_not_fill_the_records(
     assert (answer["code"], answer["retry_after_s"]) == ("rate_exceeded", 2)
     assert kept(selling) == before
     # Others change what they want, and jobs have limits of their own.
-    own = selling.client(VICTIM).put(path.format("demo"), json={"enabled": True})
-    assert own.status_code == 200
+    permitted = selling.client(VICTIM).put(path.format("demo"), json={"enabled": True})
+    assert permitted.status_code == 200
     with_model(selling)
     job = {"model": "m", "input": {}}
     assert attack(selling, "POST", "projects/other/jobs", json=job).status_code == 201
@@ -594,8 +594,8 @@ def test_keys_and_rules_are_added_at_the_pace_of_people(
     assert attack(selling, "POST", keys, json={"public_key": names[0]}).status_code == 201
     answer = attack(selling, "POST", f"{keys}/revoke", json={"public_key": names[0]})
     assert answer.status_code == 200
-    own = selling.client(VICTIM).post("projects/demo/ssh-keys", json={"public_key": names[2]})
-    assert own.status_code == 201
+    permitted = selling.client(VICTIM).post("projects/demo/ssh-keys", json={"public_key": names[2]})
+    assert permitted.status_code == 201
     # Invented keys leave rows, too; that of a machine is known, and a damaged one may be, too.
     damaged = {"public_key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"}
     assert attack(selling, "POST", f"{keys}/revoke", json=damaged).status_code == 429
@@ -689,9 +689,9 @@ def test_launches_that_do_not_fit_are_explained_one_at_a_time(
     monkeypatch.setattr(launching, "allocate", counted)
     monkeypatch.setattr(placement, "refusal", refusal)
     first = refused(selling, lambda: grab(selling, gpu_count=9))
-    own, others = (answer.json() for answer in meanwhile)
-    assert {answer["code"] for answer in (first, own, others)} == {"no_capacity"}
-    assert ["explanation" in answer for answer in (first, own, others)] == [True, False, True]
+    victims, others = (answer.json() for answer in meanwhile)
+    assert {answer["code"] for answer in (first, victims, others)} == {"no_capacity"}
+    assert ["explanation" in answer for answer in (first, victims, others)] == [True, False, True]
     assert len(calls) == 2
     # A launch's transaction keeps others from writing.
     assert len(begun) == 4
@@ -717,10 +717,10 @@ def test_whole_machines_that_are_given_back_are_free_at_once(metal: Stack) -> No
         assert theirs.status_code == 201, theirs.text
         path = f"projects/other/allocations/{theirs.json()['id']}/release"
         assert attack(metal, "POST", path).json()["state"] == "released"
-    own = launch_machine(metal)
-    assert own.status_code == 201, own.text
+    launched = launch_machine(metal)
+    assert launched.status_code == 201, launched.text
     answer = refused(metal, lambda: attack(metal, "POST", "projects/other/allocations", json=wish))
-    assert answer["code"] == "no_capacity" and own.json()["id"] not in str(answer)
+    assert answer["code"] == "no_capacity" and launched.json()["id"] not in str(answer)
 
 
 def test_requests_of_one_project_that_wait_are_limited_as_shipped(selling: Stack) -> None:

@@ -386,8 +386,8 @@ def test_an_image_without_the_runtime_of_the_profile_is_refused(
     text = (PROFILES / "lab.yml").read_text()
     plain = "guest_runtime: { source: baked, driver: edu,"
     assert plain in text
-    wanted = "guest_runtime: { source: baked, driver: 570-server, cuda: 12-8, rdma: true,"
-    (tmp_path / "lab.yml").write_text(text.replace(plain, wanted))
+    baked = "guest_runtime: { source: baked, driver: 570-server, cuda: 12-8, rdma: true,"
+    (tmp_path / "lab.yml").write_text(text.replace(plain, baked))
     selling.settings = selling.settings.model_copy(update={"profiles_dir": tmp_path})
     answer = refused(selling, lambda: launch(selling))
     assert (answer["status"], answer["code"]) == (409, "image_runtime_missing")
@@ -405,9 +405,9 @@ def test_gpus_that_are_to_use_nvlink_get_no_image_without_it(
     selling: Stack, tmp_path: Path
 ) -> None:
     """Its driver would start CUDA, and leave alone what its tenant pays for."""
-    one, other = (bundle(index)["gpu_pci_address"] for index in (1, 3))
+    gpu, other = (bundle(index)["gpu_pci_address"] for index in (1, 3))
     joined = {"nvlink": "partitions", "fabric_manager": {"address": "192.0.2.9"}}
-    joined |= {"module_ids": {one: 1, other: 3, "0000:99:00.0": 4}, "nvlink_sets": [[1, 3]]}
+    joined |= {"module_ids": {gpu: 1, other: 3, "0000:99:00.0": 4}, "nvlink_sets": [[1, 3]]}
     stack = with_profile(selling, tmp_path, gpu=joined)
     image = IMAGE | {"version": "2", "runtime": ["nvlink-disabled"]}
     stack.client("admin").post("admin/images", json=image)
@@ -419,7 +419,7 @@ def test_gpus_that_are_to_use_nvlink_get_no_image_without_it(
     stale = with_profile(selling, tmp_path, gpu=joined | {"nvlink_sets": [[1, 4]]})
     answer = refused(stale, lambda: launch(stale, gpu_count=2, image_version="1"))
     assert (answer["status"], answer["code"]) == (409, "nvlink_unsupported")
-    assert one not in str(answer)
+    assert gpu not in str(answer)
     stack = with_profile(selling, tmp_path, gpu=joined)
     assert launch(stack, gpu_count=2, image_version="1").status_code == 201
 

@@ -52,9 +52,9 @@ def test_a_change_of_nothing_is_none(new: Stack) -> None:
 
 def test_a_nodes_own_place_on_the_fabric(new: Stack) -> None:
     admin = new.client("admin")
-    own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
-    made = admin.post("admin/nodes", json=BODY | own).json()
-    assert {name: made[name] for name in own} == own
+    fabric = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
+    made = admin.post("admin/nodes", json=BODY | fabric).json()
+    assert {name: made[name] for name in fabric} == fabric
     changed = admin.patch("admin/nodes/n2", json={"fabric_address": "10.20.0.8/16"}).json()
     assert (changed["fabric_interface"], changed["fabric_address"]) == ("ibp65s0", "10.20.0.8/16")
     assert admin.patch("admin/nodes/n2", json={"fabric_address": ""}).json()["fabric_address"] == ""
@@ -77,8 +77,8 @@ def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: Stack) -> None:
         # What is left out stays.
         after = admin.patch("admin/nodes/n3", json={"pool": f"p{len(answers)}"})
         assert after.json()["maas_tags"] == tags
-    asked = {"subject_id": "n3", "action": "admin.node.changed"}
-    log = admin.get("admin/audit", params=asked).json()["items"]
+    query = {"subject_id": "n3", "action": "admin.node.changed"}
+    log = admin.get("admin/audit", params=query).json()["items"]
     changes = [row for row in log if "maas_tags" in row["detail"]]
     assert [row["detail"]["maas_tags"]["to"] for row in changes] == answers
     assert {row["reason"] for row in changes} == {"as in MAAS"}

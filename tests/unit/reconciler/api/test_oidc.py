@@ -286,10 +286,10 @@ def test_a_name_server_that_hangs_keeps_few_requests_waiting(
     provider: Provider, clock: Clock
 ) -> None:
     """Each that waits is a thread of the service."""
-    asked, released = [], threading.Event()
+    urls, released = [], threading.Event()
 
     def fetch(url: str) -> Any:
-        asked.append(url)
+        urls.append(url)
         released.wait(60)
         raise OSError("no such name")
 
@@ -302,7 +302,7 @@ def test_a_name_server_that_hangs_keeps_few_requests_waiting(
         released.set()
         codes = [getattr(answer.exception(60), "code", "") for answer in answers]
     assert codes == ["identity_provider_unavailable"] * 20
-    assert len(asked) == 1
+    assert len(urls) == 1
 
 
 def test_a_provider_that_calls_itself_something_else_is_not_believed(

@@ -104,7 +104,7 @@ def test_what_nvlink_joins_is_the_profiles_and_kept_with_the_slot(
     body = {"slots": [bundle(index) for index in FREE], "reason": "another profile"}
     approved = admin.post(path, json=body).json()["items"]
     metadata = [slot["capacity_metadata"] for slot in approved]
-    assert [one["gpu_module_id"] for one in metadata] == [1, 3]
+    assert [slot["gpu_module_id"] for slot in metadata] == [1, 3]
     assert metadata[0]["nvlink_sets"] == [[1, 2], [3, 4]]
     report = {"failures": 0, "warnings": 0, **wipes.proven(discovery())}
     with transaction(stack.engine) as conn:

@@ -182,10 +182,10 @@ def test_a_statement_that_sqlite_cannot_read_is_our_error(
 @pytest.mark.covers("CTRL-1")
 def test_the_contract_names_operations_and_problems(new: Stack) -> None:
     document = new.client().get("openapi.json").json()
-    operations = [one for verbs in document["paths"].values() for one in verbs.values()]
-    names = [one["operationId"] for one in operations]
+    operations = [operation for verbs in document["paths"].values() for operation in verbs.values()]
+    names = [operation["operationId"] for operation in operations]
     assert len(set(names)) == len(names)
     assert "slots_approve" in names
-    ours = [one for one in operations if one["tags"] != ["health"]]
-    assert all("Problem" in one["responses"]["default"]["$ref"] for one in ours)
+    ours = [operation for operation in operations if operation["tags"] != ["health"]]
+    assert all("Problem" in operation["responses"]["default"]["$ref"] for operation in ours)
     assert "HTTPValidationError" not in document["components"]["schemas"]

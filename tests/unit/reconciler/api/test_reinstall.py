@@ -313,5 +313,5 @@ def test_the_steps_before_the_tenant_are_those_of_the_playbook() -> None:
     names = [task["name"] for task in block]
     before = names[: names.index("Say on the host that the machine is the tenant's")]
     assert names.index("Let the tenant in") > len(before)
-    own = {"deadline", "start the run", "wait for its run"}
-    assert set(before) | own == baremetal.BEFORE_THE_TENANT
+    steps = {"deadline", "start the run", "wait for its run"}
+    assert set(before) | steps == baremetal.BEFORE_THE_TENANT

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.covers("CTRL-10", "P4")
 OPEN = {"enrolment_enrol", "enrolment_fetch", "images_content", "health_alive", "health_ready"}
 OPEN |= {f"worker_{act}" for act in ("register", "turn", "renew", "due", "leave")}
 Operation = tuple[str, str, dict[str, Any]]
-CLOSED = [one for one in operations() if one[2]["operationId"] not in OPEN]
+CLOSED = [row for row in operations() if row[2]["operationId"] not in OPEN]
 
 
 @pytest.fixture
@@ -98,16 +98,16 @@ def nobodies(selling: Stack) -> dict[str, str]:
 
 
 def test_the_contract_names_who_may_use_what() -> None:
-    assert {one[2]["operationId"] for one in operations() if not roles(one[2])} == OPEN
+    assert {row[2]["operationId"] for row in operations() if not roles(row[2])} == OPEN
     assert len(CLOSED) > 45
     for _, path, operation in CLOSED:
         # Of a project's own, which projects the caller has, and what can be launched.
-        own = path.startswith("/api/v1/projects/{project_id}")
-        shared = own or path in ("/api/v1/projects", "/api/v1/images") or "/catalog" in path
+        of_project = path.startswith("/api/v1/projects/{project_id}")
+        shared = of_project or path in ("/api/v1/projects", "/api/v1/images") or "/catalog" in path
         shared = shared or path.startswith(("/api/v1/jobs", "/api/v1/tokens"))
         members = {"project-member"} if shared else set()
-        wanted = {"platform-admin"} | members
-        assert roles(operation) == wanted, path
+        expected = {"platform-admin"} | members
+        assert roles(operation) == expected, path
 
 
 def test_no_valid_credential_opens_anything(
@@ -145,8 +145,8 @@ def test_the_right_role_opens_what_there_is_to_read(selling: Stack, names: dict[
         if verb == "get" and "events" not in path:
             for who in ("admin", "member") if "project-member" in roles(operation) else ("admin",):
                 answer = selling.client(who).get("http://test" + path.format(**names))
-                asked = [one for one in operation["parameters"] if one.get("in") == "query"]
-                needs = any(one["required"] for one in asked)
+                parameters = [row for row in operation["parameters"] if row.get("in") == "query"]
+                needs = any(row["required"] for row in parameters)
                 # Of a token of one project, which an admin's is not.
                 needs = needs or path.startswith("/api/v1/jobs")
                 allowed = {200, 422} if needs else {200}
@@ -175,7 +175,7 @@ def test_other_projects_are_not_there(selling: Stack, names: dict[str, str]) -> 
         },
     }
     keyed = {"Idempotency-Key": "k"}
-    shared = [one for one in CLOSED if "/v1/projects/{project_id}" in one[1]]
+    shared = [row for row in CLOSED if "/v1/projects/{project_id}" in row[1]]
     assert len(shared) >= 4
     for verb, path, operation in shared:
         given = bodies.get(operation["operationId"])

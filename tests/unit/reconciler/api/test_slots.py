@@ -90,8 +90,8 @@ def test_bad_bundles(prepared: Stack, index: int, change: dict[str, Any], code: 
     ],
 )
 def test_a_device_in_use(prepared: Stack, part: str, code: str) -> None:
-    document, wanted = discovery(), bundle(1)
-    names = {wanted["nvme_device"], wanted["gpu_pci_address"]}
+    document, slot = discovery(), bundle(1)
+    names = {slot["nvme_device"], slot["gpu_pci_address"]}
     (device,) = (row for row in document[part] if names & {row.get("by_id"), row.get("address")})
     device["blockers"] = [{"code": code, "detail": "nvme2n1"}]
     _rediscover(prepared, document)

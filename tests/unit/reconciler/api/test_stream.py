@@ -46,8 +46,8 @@ def contract() -> Record:
 def messages() -> dict[str, Record]:
     """By the name that the stream gives them."""
     named = contract()["channels"]["taskStream"]["messages"]
-    known = contract()["components"]["messages"]
-    by_name = {name: known[one["$ref"].rpartition("/")[2]] for name, one in named.items()}
+    messages = contract()["components"]["messages"]
+    by_name = {name: messages[ref["$ref"].rpartition("/")[2]] for name, ref in named.items()}
     assert {name: message["name"] for name, message in by_name.items()} == {n: n for n in by_name}
     return by_name
 

@@ -53,8 +53,8 @@ def test_list_and_cancel(prepared: Stack) -> None:
     admin = prepared.client("admin")
     made = [admin.post(f"admin/nodes/{NODE}/{noun}").json() for noun in ("parity", "bootstrap")]
     assert len(admin.get("admin/tasks", params={"node_id": NODE}).json()["items"]) == 2
-    one = admin.get("admin/tasks", params={"kind": "node.parity", "state": "queued"}).json()
-    assert [row["id"] for row in one["items"]] == [made[0]["id"]]
+    page = admin.get("admin/tasks", params={"kind": "node.parity", "state": "queued"}).json()
+    assert [row["id"] for row in page["items"]] == [made[0]["id"]]
     assert admin.get("admin/tasks", params={"limit": 0}).json()["code"] == "request_invalid"
 
     answer = admin.post(f"admin/tasks/{made[0]['id']}/cancel", json={"reason": "wrong node"})

@@ -39,10 +39,10 @@ def with_keys(stack: Stack, allocation: str, keys: list[str]) -> None:
 
 def recorded(stack: Stack, allocation: str, actor: str = ACT.actor, way: str = "web") -> str:
     """A session of the allocation with a recording. Tokens of an owner follow its name."""
-    known = {"owner": actor.partition("#")[0], "fingerprint": "", "address": "192.0.2.1"}
+    person = {"owner": actor.partition("#")[0], "fingerprint": "", "address": "192.0.2.1"}
     with transaction(stack.engine) as conn:
         session = ssh_sessions.open_session(
-            conn, Act(actor), allocation_id=allocation, project_id="demo", way=way, **known
+            conn, Act(actor), allocation_id=allocation, project_id="demo", way=way, **person
         )
         terminals.append(conn, session, "demo", "{}\n")
     return session

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.covers("CTRL-8")
 def launched(stack: Stack) -> str:
     """An allocation whose run has said two things."""
     with transaction(stack.engine) as conn:
-        wanted = launch.Launch(
+        request = launch.Launch(
             project_id="demo", gpu_count=1, username="u", ssh_keys=[KEY], hostname="h",
             image_id=images.every(conn)[0].id,
         )  # fmt: skip
-        allocation = launch.allocate(conn, wanted, ACT)
+        allocation = launch.allocate(conn, request, ACT)
     task = stack.lease()
     with transaction(stack.engine) as conn:
         held = (task.id, task.lease_token)

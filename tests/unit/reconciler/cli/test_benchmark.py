@@ -249,9 +249,9 @@ def test_the_machine_of_an_allocation(
     assert document.load(output)["label"] == "vm"
     domain = f"gpuaas-slice-{launched.replace('-', '')}"
     shown = selling.client("admin").get(f"admin/allocations/{launched}").json()
-    asked = (tmp_path / "asked").read_text()
-    assert f"/var/log/libvirt/qemu/{domain}-console.log" in asked
-    assert f"HostKeyAlias={NODE}" in asked and "192.0.2.7" in asked
+    commands = (tmp_path / "asked").read_text()
+    assert f"/var/log/libvirt/qemu/{domain}-console.log" in commands
+    assert f"HostKeyAlias={NODE}" in commands and "192.0.2.7" in commands
     lines = log.read_text().splitlines()
     assert {"StrictHostKeyChecking=yes", f"HostKeyAlias={domain}"} <= set(lines)
     assert (tmp_path / "trusted").read_text() == f"{domain} {key}\n"

@@ -424,7 +424,7 @@ def test_a_fabric_that_lacks_its_subnet_or_its_manager_is_named(
 
 
 def test_public_addresses_that_guests_reach_are_named(sound: Stack, tmp_path: Path) -> None:
-    own = yaml.safe_load((Settings().profiles_dir / "lab.yml").read_text())
+    lab = yaml.safe_load((Settings().profiles_dir / "lab.yml").read_text())
     settings = sound.settings.model_copy(
         update={
             "profiles_dir": tmp_path,
@@ -434,7 +434,7 @@ def test_public_addresses_that_guests_reach_are_named(sound: Stack, tmp_path: Pa
     )
 
     def reach(**network: list[str]) -> list[tuple[str, str]]:
-        profile = {**own, "network": {**own["network"], **network}}
+        profile = {**lab, "network": {**lab["network"], **network}}
         (tmp_path / "lab.yml").write_text(yaml.safe_dump(profile))
         with reading(sound.engine) as conn:
             return [(row.status, row.found) for row in exposure.guest_reach(settings, conn)]

@@ -151,16 +151,16 @@ def test_no_code_is_asked_for_over_a_line_that_anybody_can_read(
     """A provider whose own documents come over TLS."""
     named = dict.fromkeys(("device_authorization_endpoint", "token_endpoint"), "https://id/x")
     named[name] = "http://id.example/x"
-    asked: list[str] = []
+    urls: list[str] = []
 
     def converse(_ca_file: None, method: str, url: str) -> httpx.Response:
         if method == "POST":
-            asked.append(url)
+            urls.append(url)
         return httpx.Response(200, json=named)
 
     monkeypatch.setattr(oidc, "converse", converse)
     gpuaas("login", "--issuer", "https://id.example", "--client-id", "x")
-    assert (gpuaas.status, "http://id.example/x" in gpuaas.err, asked) == (1, True, [])
+    assert (gpuaas.status, "http://id.example/x" in gpuaas.err, urls) == (1, True, [])
 
 
 def test_no_provider_over_a_line_that_anybody_can_write_on(gpuaas: Gpuaas, file: Path) -> None:

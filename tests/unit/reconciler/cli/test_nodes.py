@@ -130,9 +130,9 @@ def test_drift_names_what_differs_and_fails(prepared: Stack, gpuaas: Gpuaas, out
     assert (gpuaas.status, "never compared" in gpuaas.err) == (0, True)
     gpuaas.ending(prepared, lambda _conn, _task: dict(result))
     gpuaas("nodes", "drift", NODE, "--output", output)
-    asked = gpuaas.out
+    first = gpuaas.out
     gpuaas("nodes", "drift", NODE, "--latest", "--output", output)
-    assert gpuaas.out == asked
+    assert gpuaas.out == first
     assert gpuaas.status == 1
     assert "differences 1, unknown 1" in gpuaas.err
     if output == "json":

@@ -95,13 +95,13 @@ def test_a_project_may_be_named(
     words = ("start", "c", "--model", "m", "--target", "remote", "--project")
     assert run(gpuaas, *words, "research", *flags)["project_id"] == project.id
     of_project = ("list", *flags, "--project")
-    (own,) = run(gpuaas, *of_project, project.id)
-    assert (own["name"], own["target"], own["workers"]) == ("c", "remote", 0)
+    (pool,) = run(gpuaas, *of_project, project.id)
+    assert (pool["name"], pool["target"], pool["workers"]) == ("c", "remote", 0)
     assert run(gpuaas, *of_project, "demo") == []
     run(gpuaas, *of_project, "none")
     assert (gpuaas.status, "project_not_found" in gpuaas.err) == (1, True), gpuaas.err
     if direct:
-        assert run(gpuaas, *of_project, "research") == [own]
+        assert run(gpuaas, *of_project, "research") == [pool]
     with transaction(new.engine) as conn:
         conn.execute(sa.update(table).values(state="stopped"))
     assert run(gpuaas, *of_project, project.id) == []
@@ -171,12 +171,12 @@ def test_without_a_leader_a_drain_ends_at_its_deadline(
     mark = {processes.MARK: f"{here['id']}/w1"}
     with subprocess.Popen(["sleep", "600"], env=mark) as process:
         try:
-            (own,) = until(lambda: processes.scan(here["id"]).get("w1"))
+            (started,) = until(lambda: processes.scan(here["id"]).get("w1"))
             process.send_signal(signal.SIGSTOP)
             with transaction(new.engine) as conn:
                 conn.execute(sa.update(table).values(state="running"))
                 worker = {"id": "w1", "pool_id": pool["id"], "host": "control", "models": ["m"]}
-                worker |= {**vars(own), "boot_id": lock.boot_id()}
+                worker |= {**vars(started), "boot_id": lock.boot_id()}
                 rows.add(conn, PoolWorker, worker)
                 held = {"model": "m", "input": {}, "status": "running", "worker": "w1"}
                 held |= {"project_id": "demo", "error": {}, "requested_by": "x", "token": "t"}

@@ -94,12 +94,12 @@ def test_blocked_slots_of_the_site_name_the_allocations_that_left_them(
     selling: Stack, gpuaas: Gpuaas
 ) -> None:
     allocation = failed(selling)
-    (one,) = json.loads(gpuaas.at(selling)("slots", "list", "--blocked", "-o", "json"))
-    assert (one["node_id"], one["status"]) == (NODE, "cleanup_blocked")
-    assert one["allocation_id"] == allocation
+    (slot,) = json.loads(gpuaas.at(selling)("slots", "list", "--blocked", "-o", "json"))
+    assert (slot["node_id"], slot["status"]) == (NODE, "cleanup_blocked")
+    assert slot["allocation_id"] == allocation
     assert len(json.loads(gpuaas("slots", "list", "-o", "json"))) == 2
     (same,) = json.loads(gpuaas("slots", "list", NODE, "--blocked", "-o", "json"))
-    assert same["id"] == one["id"]
+    assert same["id"] == slot["id"]
     assert allocation in gpuaas("slots", "list")
 
 

@@ -49,15 +49,15 @@ def with_keys(stack: Stack, keys: list[str]) -> None:
 
 def test_settings_name_the_gateway_and_every_key(mine: str, gpuaas: Gpuaas, tmp_path: Path) -> None:
     text = gpuaas("ssh-config", mine, *AT, "--key", "/keys/mine")
-    known = tmp_path / "own/gpuaas/ssh" / f"{mine}.known_hosts"
+    hosts = tmp_path / "own/gpuaas/ssh" / f"{mine}.known_hosts"
     gateway, machine = text.split(f"Host {mine}\n")
-    known_line = f'"{known}"'
+    known_line = f'"{hosts}"'
     for line in ("HostName ssh.example", "Port 2222", f"User {mine}", known_line, "Ciphers aes128"):
         assert line in gateway
     for line in ("HostName slice", f"ProxyJump gateway-{mine}", f"HostKeyAlias {mine}"):
         assert line in machine
     assert text.count("StrictHostKeyChecking yes") == text.count('IdentityFile "/keys/mine"') == 2
-    first, second = known.read_text().splitlines()
+    first, second = hosts.read_text().splitlines()
     assert first.startswith("@cert-authority [ssh.example]:2222 ssh-ed25519 ")
     assert second == f"{mine} {GUEST}"
 

@@ -45,20 +45,20 @@ def full_site(stack: Stack, folder: Path) -> dict[str, str]:
         update={"member_address": "gate.example", "planned_regions": "ap-south"}
     )
     adopt(stack.settings, stack.engine)
-    known = {"project": "demo", "node": NODE, **_allocations(stack)}
-    known["pool"] = busy_pools(stack)
-    known["job"] = dead_letter(stack)
-    known["app"] = _application(stack, known["allocation"])
-    known["session"] = _slice(stack, known["allocation"])
+    names = {"project": "demo", "node": NODE, **_allocations(stack)}
+    names["pool"] = busy_pools(stack)
+    names["job"] = dead_letter(stack)
+    names["app"] = _application(stack, names["allocation"])
+    names["session"] = _slice(stack, names["allocation"])
     _nodes(stack)
-    known["metal"] = _machine(stack)
+    names["metal"] = _machine(stack)
     _projects(stack)
-    known["task"] = _work(stack)
+    names["task"] = _work(stack)
     _inventories(stack)
-    mine = stack.client("admin").get(f"admin/allocations/{known['allocation']}").json()
-    (known["slot"],) = (claim["slot_id"] for claim in mine["claims"])
-    known["correlation"] = mine["correlation_id"]
-    return known
+    mine = stack.client("admin").get(f"admin/allocations/{names['allocation']}").json()
+    (names["slot"],) = (claim["slot_id"] for claim in mine["claims"])
+    names["correlation"] = mine["correlation_id"]
+    return names
 
 
 def activate(stack: Stack, allocation_id: str) -> None:
@@ -162,8 +162,8 @@ def _projects(stack: Stack) -> None:
     limits = {"gpus": 8, "machines": 5, "open_requests": 2, "launches_per_hour": 6}
     assert admin.put("admin/projects/demo/quota", json=limits).status_code == 200
     for number, name in enumerate((LONG, "nightly-import")):
-        own = {"name": name, "ttl_s": 3600 << number}
-        assert stack.client("member").post("tokens", json=own).status_code == 201
+        token = {"name": name, "ttl_s": 3600 << number}
+        assert stack.client("member").post("tokens", json=token).status_code == 201
 
 
 def _nodes(stack: Stack) -> None:

@@ -144,7 +144,7 @@ class Full:
     """The full site, on which no test changes anything. pages: of each role, by a name."""
 
     stack: Stack
-    known: dict[str, str]
+    names: dict[str, str]
     window: Open
     pages: dict[str, dict[str, str]]
 
@@ -154,19 +154,19 @@ def full(
     chromium: Browser, databases: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Full]:
     stack = stack_in(tmp_path_factory.mktemp("full"), *databases["selling"])
-    known = full_site(stack, tmp_path_factory.mktemp("profiles"))
+    names = full_site(stack, tmp_path_factory.mktemp("profiles"))
     app = mount(create_app(stack.settings, stack.engine), examined)
     with listening(app, access_log=False) as url:
-        yield Full(stack, known, windows(chromium, url, stack), pages(stack, known))
+        yield Full(stack, names, windows(chromium, url, stack), pages(stack, names))
     stack.engine.dispose()
 
 
-def pages(stack: Stack, known: dict[str, str]) -> dict[str, dict[str, str]]:
+def pages(stack: Stack, names: dict[str, str]) -> dict[str, dict[str, str]]:
     """The pages of each role, by a name for their picture."""
 
     def named(patterns: dict[str, Any]) -> dict[str, str]:
         return {
-            re.sub(r"\W+", "-", pattern).strip("-"): address(pattern, known)
+            re.sub(r"\W+", "-", pattern).strip("-"): address(pattern, names)
             for pattern in patterns
             if pattern != "/"
         }
@@ -177,11 +177,11 @@ def pages(stack: Stack, known: dict[str, str]) -> dict[str, dict[str, str]]:
     for step in ("region", "image", "access", "review"):
         member[f"launch-{step}"] = launch_review(stack, step=step)
     for state in ("stuck", "waiting", "metal"):
-        member[f"allocation-{state}"] = f"/console/projects/demo/allocations/{known[state]}"
+        member[f"allocation-{state}"] = f"/console/projects/demo/allocations/{names[state]}"
     operators = named(OPERATORS)
     for state in ("stuck", "failed", "waiting", "metal"):
-        operators[f"operator-{state}"] = f"/console/allocations/{known[state]}"
-        operators[f"recovery-{state}"] = f"/console/allocations/{known[state]}/recovery"
+        operators[f"operator-{state}"] = f"/console/allocations/{names[state]}"
+        operators[f"recovery-{state}"] = f"/console/allocations/{names[state]}/recovery"
     for node in ("rack-2", "silent", "draining", "ordered", "metal"):
         operators[f"node-{node}"] = f"/console/nodes/{node}"
     for part in ("discovery", "parity"):

@@ -128,16 +128,16 @@ def empty_app(selling: Stack) -> str:
     return made.id
 
 
-def address(pattern: str, known: dict[str, str]) -> str:
-    return "/console" + re.sub(r"\{(\w+)\}", lambda part: known[part[1]], pattern)
+def address(pattern: str, ids: dict[str, str]) -> str:
+    return "/console" + re.sub(r"\{(\w+)\}", lambda part: ids[part[1]], pattern)
 
 
 def test_every_link_of_every_page_leads_somewhere(selling: Stack, browse: Browse) -> None:
-    known = names(selling)
-    activate(selling, known["allocation"])
+    ids = names(selling)
+    activate(selling, ids["allocation"])
     for who, patterns in (("admin", (*SHARED, *OPERATORS)), ("member", tuple(SHARED))):
         browser = browse(who)
-        waiting = [address(pattern, known) for pattern in patterns]
+        waiting = [address(pattern, ids) for pattern in patterns]
         seen: set[str] = set()
         while waiting:
             path = waiting.pop()
@@ -177,15 +177,15 @@ def test_a_parameter_of_any_length_is_refused(browse: Browse, page: str) -> None
 
 
 def test_pages_of_operators_do_not_exist_for_others(selling: Stack, browse: Browse) -> None:
-    known = names(selling)
+    ids = names(selling)
     member = browse("member")
     for pattern in OPERATORS:
         for call in (member.get, member.client.post):
             headers = {"Sec-Fetch-Site": "same-origin"}
-            answer = call(address(pattern, known), headers=headers)
+            answer = call(address(pattern, ids), headers=headers)
             assert answer.status_code == 404, pattern
     stranger = browse("stranger")
-    for path in ("", "/launch", "/usage", f"/allocations/{known['allocation']}"):
+    for path in ("", "/launch", "/usage", f"/allocations/{ids['allocation']}"):
         assert stranger.get(f"/console/projects/demo{path}").status_code == 404
 
 
@@ -212,8 +212,8 @@ def test_no_page_of_a_member_tells_of_a_host(
     console.state.settings = selling.settings.model_copy(update={"member_address": "gate.example"})
     adopt(selling.settings, selling.engine)
     planted = canaries(selling)
-    known = names(selling)
-    fail(selling, known["allocation"])
+    ids = names(selling)
+    fail(selling, ids["allocation"])
     whole = whole_machine(selling)
     member = browse("member")
     texts = []
@@ -230,7 +230,7 @@ def test_no_page_of_a_member_tells_of_a_host(
         texts.append(answer.text)
         return answer.text
 
-    paths = [shown(address(pattern, known)) for pattern in SHARED if pattern != "/"]
+    paths = [shown(address(pattern, ids)) for pattern in SHARED if pattern != "/"]
     page = "/console/projects/demo/launch"
     for step in ("shape", "region", "image", "access", "review"):
         shown(page, **{**CHOSEN, "gpu_count": "8", "step": step})
@@ -267,7 +267,7 @@ def test_no_page_of_a_member_tells_of_a_host(
     assert len(forms) > 10
     for path, form in forms.values():
         # Something that no record has, or a field that no body has.
-        call = form.call.replace(known["job"], "none")
+        call = form.call.replace(ids["job"], "none")
         call = f"{call}0" if call.startswith("DELETE") else call
         refused(path, form, _call=call, _generation="1", unknown__text="x")
     for text in texts:
@@ -306,10 +306,10 @@ def whole_machine(stack: Stack) -> str:
 
 def option(text: str, value: str) -> str:
     """The choice of the launch wizard with this value, up to the end of its label."""
-    (found,) = re.findall(
+    (attributes,) = re.findall(
         rf'<label class="option[^>]*><input [^>]*value="{re.escape(value)}".*?</label>', text, re.S
     )
-    return str(found)
+    return str(attributes)
 
 
 CHOSEN = {
@@ -698,12 +698,12 @@ def test_an_image_that_an_offer_cannot_take_is_disabled_with_its_reason(
         fits = IMAGE | {"version": "fits", "runtime": ["driver-570-server", "rdma"]}
         image_records.register(conn, ACT, **fits)
         image_records.register(conn, ACT, **fits | {"version": "vast", "size_bytes": 1 << 52})
-        known = {image.version: image.id for image in image_records.every(conn)}
+        ids = {image.version: image.id for image in image_records.every(conn)}
     member, page = browse("member"), "/console/projects/demo/launch"
     step = member.get(page, params={"offer": "lab-edu-slice*1", "step": "image"}).text
     lacks = "whose record lacks driver-570-server, rdma"
     assert lacks in step and "It is larger than the disks" in step
-    closed = {name: "disabled" in option(step, id) for name, id in known.items()}
+    closed = {name: "disabled" in option(step, id) for name, id in ids.items()}
     assert closed == {"1": True, "fits": False, "vast": True}
     assert "must contain driver-570-server, rdma" in member.get("/console/catalog").text
 
@@ -713,24 +713,24 @@ def test_the_images_on_offer_are_those_that_the_launch_takes(
     selling: Stack, browse: Browse, console: FastAPI, tmp_path: Path, gpus: int
 ) -> None:
     """An image without NVLink serves one GPU of a board with partitions, and not several."""
-    one, other = (bundle(index)["gpu_pci_address"] for index in (1, 3))
+    first, other = (bundle(index)["gpu_pci_address"] for index in (1, 3))
     board = {"nvlink": "partitions", "fabric_manager": {"address": "192.0.2.9"}}
-    board |= {"module_ids": {one: 1, other: 3}, "nvlink_sets": [[1, 3]], "expected": 2}
+    board |= {"module_ids": {first: 1, other: 3}, "nvlink_sets": [[1, 3]], "expected": 2}
     selling.settings = with_profile(selling, tmp_path, gpu=board).settings
     console.state.settings = selling.settings
     (tmp_path / "zz-other.yml").unlink()
     with transaction(selling.engine) as conn:
         alone = IMAGE | {"version": "alone", "runtime": ["nvlink-disabled"]}
         image_records.register(conn, ACT, **alone)
-        known = {image.version: image.id for image in image_records.every(conn)}
+        ids = {image.version: image.id for image in image_records.every(conn)}
     page = "/console/projects/demo/launch"
     offer = {"offer": f"lab-edu-slice*{gpus}", "step": "image"}
     step = browse("member").get(page, params=offer).text
-    open_ = {name for name, id in known.items() if "required disabled" not in option(step, id)}
+    open_ = {name for name, id in ids.items() if "required disabled" not in option(step, id)}
     assert open_ == ({"1", "alone"} if gpus == 1 else {"1"})
     answers = {
         name: launch(selling, name, gpu_count=gpus, image_version=name)
-        for name in sorted(known, reverse=True)
+        for name in sorted(ids, reverse=True)
     }
     assert {name for name, answer in answers.items() if answer.status_code == 201} == open_
 
@@ -959,14 +959,14 @@ def test_tokens_and_sessions_of_one_member_hide_no_others(selling: Stack, browse
             sa.insert(console_sessions), [session._asdict() | late | each for each in made]
         )
         ids = dict(conn.execute(sa.select(api_tokens.c.name, api_tokens.c.id)).all())
-    wanted = {f"DELETE /admin/tokens/{ids[who]}" for who in ("admin", "stranger")}
-    wanted.add(f"admin:admin#{ids['admin']}")
-    path, found = "/console/tokens", set()
-    while path and not wanted <= found:
+    expected = {f"DELETE /admin/tokens/{ids[who]}" for who in ("admin", "stranger")}
+    expected.add(f"admin:admin#{ids['admin']}")
+    path, calls = "/console/tokens", set()
+    while path and not expected <= calls:
         page = admin.open(path)
-        found |= {dict(form.fields).get("actor", form.call) for form in page.forms}
+        calls |= {dict(form.fields).get("actor", form.call) for form in page.forms}
         path = next((f"/console/tokens{link}" for link in page.links if link[:1] == "?"), "")
-    assert wanted <= found
+    assert expected <= calls
     (link,) = {each for each in admin.open("/console/projects/other").links if "tokens" in each} - {
         "/console/tokens"
     }
@@ -1037,12 +1037,12 @@ def test_a_chosen_candidate_is_approved_by_the_form(selling: Stack, browse: Brow
 
 
 def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> None:
-    known = names(selling)
-    fail(selling, known["allocation"])
+    ids = names(selling)
+    fail(selling, ids["allocation"])
     admin = browse("admin")
     assert "(1 blocked) Fleet" in admin.get("/console/fleet").text
-    page = f"/console/allocations/{known['allocation']}/recovery"
-    form = admin.open(page).form(f"POST /admin/allocations/{known['allocation']}/recover")
+    page = f"/console/allocations/{ids['allocation']}/recovery"
+    form = admin.open(page).form(f"POST /admin/allocations/{ids['allocation']}/recover")
     refused = admin.send(page, form, reason="")
     assert refused.status_code == 422 and "reason_required" in refused.text
     running = launch(selling, "running").json()["id"]
@@ -1050,7 +1050,7 @@ def test_recovery_is_one_page_and_one_button(selling: Stack, browse: Browse) -> 
     other = admin.get(f"/console/allocations/{running}/recovery").text
     assert Page(other).form(f"POST /admin/allocations/{running}/recover").disabled
     assert "An active allocation: its tenant may be using it" in other
-    story = Story(Site(selling.engine), known["allocation"])
+    story = Story(Site(selling.engine), ids["allocation"])
 
     def shown() -> tuple[list[str], str]:
         """The state of each step of the runbook, and its evidence."""
@@ -1434,26 +1434,26 @@ def test_a_slot_offers_what_its_state_allows(selling: Stack, browse: Browse) -> 
 
 def test_every_mutating_operation_is_on_a_page(selling: Stack, browse: Browse) -> None:
     """Or in the list of those that are not, with a reason."""
-    known = names(selling)
+    ids = names(selling)
     admin = browse("admin")
     with transaction(selling.engine) as conn:
         fields = {"address": "192.0.2.9", "profile": "lab"}
         node_records.create(conn, ACT, id="metal", mode=NodeMode.BAREMETAL, **fields)
         leader.campaign(conn, leader.LOOPS, "p1", 3600)
-    selling.ingress_rule(known["allocation"])
-    calls = offered(admin, [f"/console/tasks/{known['task']}"], known)
+    selling.ingress_rule(ids["allocation"])
+    calls = offered(admin, [f"/console/tasks/{ids['task']}"], ids)
     stuck = launch(selling, "stuck").json()["id"]
     fail(selling, stuck)
-    pages = [address(pattern, known) for pattern in (*SHARED, *OPERATORS)]
+    pages = [address(pattern, ids) for pattern in (*SHARED, *OPERATORS)]
     every = selling.client("admin").get(f"admin/nodes/{NODE}/resource-slots").json()["items"]
     pages += [f"/console/nodes/{NODE}/slots/{slot['id']}" for slot in every]
     pages += ["/console/nodes/metal", launch_review(selling)]
-    activate(selling, known["allocation"])
-    calls |= offered(admin, pages, known)
+    activate(selling, ids["allocation"])
+    calls |= offered(admin, pages, ids)
     for state in ("draining", "maintenance"):
         with transaction(selling.engine) as conn:
             conn.execute(sa.update(nodes).where(nodes.c.id == "metal").values(state=state))
-        calls |= offered(admin, ["/console/nodes/metal"], known | {"node": "metal"})
+        calls |= offered(admin, ["/console/nodes/metal"], ids | {"node": "metal"})
     operations = {
         f"{verb.upper()} {re.sub(r'{action}', 'ACTION', path.removeprefix('/api/v1'))}"
         for path, verbs in contract.contract()["paths"].items()
@@ -1536,10 +1536,10 @@ def launch_review(selling: Stack, **other: str) -> str:
     return f"/console/projects/demo/launch?{urlencode(values)}"
 
 
-def offered(browser: Browser, pages: list[str], known: dict[str, str]) -> set[str]:
+def offered(browser: Browser, pages: list[str], ids: dict[str, str]) -> set[str]:
     """The calls of all forms of the pages, with {} for each identifier."""
     calls = set()
-    plain = set(known.values()) | {"metal"}
+    plain = set(ids.values()) | {"metal"}
     for path in pages:
         for form in Page(browser.get(path).text).forms:
             if form.call:
@@ -1549,8 +1549,8 @@ def offered(browser: Browser, pages: list[str], known: dict[str, str]) -> set[st
     return calls
 
 
-def _named(part: str, known: set[str]) -> bool:
-    return part in known or bool(re.fullmatch(r"[0-9a-f]{8}-[0-9a-f-]{27}", part))
+def _named(part: str, ids: set[str]) -> bool:
+    return part in ids or bool(re.fullmatch(r"[0-9a-f]{8}-[0-9a-f-]{27}", part))
 
 
 # npm pack htmx.org@4.0.1 (htmx.min.js, ext/hx-sse.min.js), @xterm/xterm@6.0.0,

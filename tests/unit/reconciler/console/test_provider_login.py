@@ -127,11 +127,11 @@ def test_groups_decide_what_a_person_sees(site: Stack, browse: Browse, provider:
     browser = browse("")
     link = "/console/login/provider?next=/console/fleet%3Fregion%3Dnorth"
     assert link in browser.open("/console/login?next=/console/fleet%3Fregion%3Dnorth").links
-    asked = dict(parse_qsl(urlsplit(to_provider(browser)).query))
-    assert (asked["response_type"], asked["code_challenge_method"]) == ("code", "S256")
-    assert asked["client_id"] == AUDIENCE
+    query = dict(parse_qsl(urlsplit(to_provider(browser)).query))
+    assert (query["response_type"], query["code_challenge_method"]) == ("code", "S256")
+    assert query["client_id"] == AUDIENCE
     # The endpoint's own parameters stay.
-    assert asked["tenant"] == "1"
+    assert query["tenant"] == "1"
     entered = log_in(browser, f"{FLEET}?region=north")
     assert (entered.status_code, entered.headers["Location"]) == (303, f"{FLEET}?region=north")
     assert "oidc:u-1" in browser.get(FLEET).text
@@ -172,11 +172,11 @@ def test_groups_are_asked_for_again_while_a_session_lives(
     cookie = browser.client.cookies["gpuaas"]
     assert browser.get(FLEET).status_code == 200
     older(site, console_records.ASK_S + 1)
-    asked = browser.get(f"{FLEET}?region=north")
-    assert asked.headers["Location"].startswith(provider.url)
+    redirect = browser.get(f"{FLEET}?region=north")
+    assert redirect.headers["Location"].startswith(provider.url)
     # Parts of a page and forms do not wait for the provider.
     assert browser.get(FLEET, headers={"HX-Request": "true"}).status_code == 200
-    renewed = browser.get(back(asked.headers["Location"]))
+    renewed = browser.get(back(redirect.headers["Location"]))
     assert renewed.headers["Location"] == f"{FLEET}?region=north"
     # The same session, so that its streams and terminals go on.
     assert browser.client.cookies["gpuaas"] == cookie
@@ -314,8 +314,8 @@ def test_a_provider_that_is_busy_ends_nobody(site: Stack, browse: Browse, error:
     older(site, console_records.ASK_S + 1)
 
     def answer(word: str) -> httpx.Response:
-        asked = dict(parse_qsl(urlsplit(to_provider(browser, FLEET)).query))
-        query = urlencode({"state": asked["state"], "error": word})
+        fields = dict(parse_qsl(urlsplit(to_provider(browser, FLEET)).query))
+        query = urlencode({"state": fields["state"], "error": word})
         return browser.get(f"/console/login/callback?{query}")
 
     assert answer(error).headers["Location"] == FLEET
@@ -370,9 +370,9 @@ def test_an_operator_ends_a_persons_sessions_and_keys(
     assert (script["issued_by"], script["valid"]) == (named, False)
     latest = datetime.now(UTC) + timedelta(seconds=console_records.PROVIDER_S)
     assert script["expires_at"] <= latest.isoformat(), "the end of its session"
-    known = site.client("admin").get("projects/demo/ssh-keys").json()["items"]
-    assert {key["registered_by"] for key in known} == {named, "admin:oidc:u-9"}
-    assert all(key["expires_at"] < in_an_hour() for key in known)
+    keys = site.client("admin").get("projects/demo/ssh-keys").json()["items"]
+    assert {key["registered_by"] for key in keys} == {named, "admin:oidc:u-9"}
+    assert all(key["expires_at"] < in_an_hour() for key in keys)
     ended = site.client("admin").get("admin/audit?action=ssh_key.ended").json()["items"]
     assert [row["reason"] for row in ended] == ["left", "left"]
 

@@ -170,16 +170,16 @@ def test_a_stream_ends_with_its_session(
 
 def test_a_tenant_follows_its_own_machines_only(selling: Stack, browse: Browse, read: Read) -> None:
     planted = canaries(selling)
-    known = names(selling)
+    ids = names(selling)
     member, stranger = browse("member"), browse("stranger")
     for pattern in STREAMS:
-        path = address(pattern, known)
+        path = address(pattern, ids)
         assert stranger.get(f"{path}/stream").status_code == 404
         if pattern in OPERATORS:
             assert member.get(f"{path}/stream").status_code == 404
-    followed = read(f"/console/projects/demo/allocations/{known['allocation']}", member)
+    followed = read(f"/console/projects/demo/allocations/{ids['allocation']}", member)
     texts = [followed.event()]
-    activate(selling, known["allocation"])
+    activate(selling, ids["allocation"])
     while "gate.example" not in texts[-1]:
         texts.append(followed.event())
         assert texts[-1], "the stream ended"

@@ -95,6 +95,6 @@ def test_a_connection_that_the_server_closed_is_replaced(on_either: Site) -> Non
         )
         assert list(conn.execute(others, {"own": kept}).scalars()) == [True]
     with asking(on_either.engine) as conn, asking(on_either.engine) as other:
-        sessions = {one.execute(mine).scalar_one() for one in (conn, other)}
+        sessions = {session.execute(mine).scalar_one() for session in (conn, other)}
     assert len(sessions) == 2
     assert kept in sessions

@@ -42,7 +42,7 @@ CLOCKS = {
 }
 
 
-def asked(source: str) -> list[str]:
+def clocks_of(source: str) -> list[str]:
     """Every question for the time of day in some code."""
     clocks = []
     for node in ast.walk(ast.parse(source)):
@@ -52,7 +52,7 @@ def asked(source: str) -> list[str]:
             if node.attr in CLOCKS.get(name, ()):
                 clocks.append(f"{name}.{node.attr}")
         if isinstance(node, ast.ImportFrom) and node.module == "time":
-            clocks += [f"time.{one.name}" for one in node.names if one.name in CLOCKS["time"]]
+            clocks += [f"time.{alias.name}" for alias in node.names if alias.name in CLOCKS["time"]]
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = node.value.upper()
             clocks += [word for word in ("CURRENT_TIMESTAMP", "NOW()") if word in words]
@@ -63,8 +63,8 @@ def test_no_code_that_compares_asks_its_own_machine() -> None:
     wrong = {}
     for folder in BY_DATABASE:
         for file in sorted((RECONCILER / folder).rglob("*.py")):
-            own = file == RECONCILER / "db" / "clock.py"
-            clocks = [] if own else asked(file.read_text(encoding="utf-8"))
+            is_clock = file == RECONCILER / "db" / "clock.py"
+            clocks = [] if is_clock else clocks_of(file.read_text(encoding="utf-8"))
             if clocks:
                 wrong[str(file.relative_to(RECONCILER))] = clocks
     assert wrong == {}
@@ -83,8 +83,8 @@ def test_no_code_that_compares_asks_its_own_machine() -> None:
     ],
 )
 def test_a_machine_that_is_asked_is_seen(code: str) -> None:
-    assert asked(code)
-    assert not asked("began = time.monotonic(); at = clock.now()")
+    assert clocks_of(code)
+    assert not clocks_of("began = time.monotonic(); at = clock.now()")
 
 
 @contextlib.contextmanager

@@ -190,8 +190,8 @@ def prove(conn: sa.Connection, slot: dict[str, Any], generation: int) -> str:
 
 
 def move(conn: sa.Connection, claim: dict[str, Any], state: ClaimState) -> None:
-    one = sa.update(tables.claims).where(tables.claims.c.id == claim["id"])
-    conn.execute(one.values(state=state.value))
+    update = sa.update(tables.claims).where(tables.claims.c.id == claim["id"])
+    conn.execute(update.values(state=state.value))
 
 
 @pytest.mark.covers("I4")

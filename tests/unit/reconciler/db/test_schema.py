@@ -54,7 +54,7 @@ def test_a_database_at_an_unknown_revision_is_refused_and_left_alone(
 def test_checks_are_the_same(engine: sa.Engine) -> None:
     inspector = sa.inspect(engine)
     for table in metadata.tables.values():
-        wanted = {
+        expected = {
             str(check.name): " ".join(str(check.sqltext).split())
             for check in table.constraints
             if isinstance(check, sa.CheckConstraint)
@@ -63,7 +63,7 @@ def test_checks_are_the_same(engine: sa.Engine) -> None:
             str(check["name"]): " ".join(check["sqltext"].split())
             for check in inspector.get_check_constraints(table.name)
         }
-        assert checks == wanted, table.name
+        assert checks == expected, table.name
 
 
 def test_foreign_keys_are_on(engine: sa.Engine) -> None:

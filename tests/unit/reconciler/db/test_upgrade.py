@@ -85,7 +85,7 @@ def test_launches_that_have_ended_lose_the_cloud_configs_of_their_tenants(empty:
     secret, ended = {"tenant_data": {"password": "s"}, "slots": [1]}, {"finished_at": 1.0}
     with transaction(empty) as conn:
         (tasks,) = [table for table in _tables(conn) if table.name == "tasks"]
-        one = _fill(conn, tasks) | {"parameters": secret}
+        row = _fill(conn, tasks) | {"parameters": secret}
         conn.execute(sa.delete(tasks))
         rows = {
             "ended": {"kind": "slice.vm_provision", **ended},
@@ -94,7 +94,7 @@ def test_launches_that_have_ended_lose_the_cloud_configs_of_their_tenants(empty:
             "without": {"kind": "slice.vm_provision", **ended, "parameters": {"slots": [1]}},
         }
         for id, changes in rows.items():
-            conn.execute(sa.insert(tasks).values(one | {"id": id} | changes))
+            conn.execute(sa.insert(tasks).values(row | {"id": id} | changes))
     migrate(empty)
     with transaction(empty) as conn:
         query = sa.select(tables.tasks.c.id, tables.tasks.c.parameters)
@@ -109,14 +109,14 @@ def test_long_results_of_reports_before_the_newest_become_counts(empty: sa.Engin
     long, short = {"differences": differences, "skipped": []}, {"differences": ["x"]}
     with transaction(empty) as conn:
         (tasks,) = [table for table in _tables(conn) if table.name == "tasks"]
-        one = _fill(conn, tasks) | {"kind": "slice.drift_reconcile", "state": "succeeded"}
+        row = _fill(conn, tasks) | {"kind": "slice.drift_reconcile", "state": "succeeded"}
         conn.execute(sa.delete(tasks))
         for number in range(25):
             values = {"id": f"{number}", "created_at": number, "result": long if number else short}
-            conn.execute(sa.insert(tasks).values(one | values))
+            conn.execute(sa.insert(tasks).values(row | values))
             report = {"kind": "node.parity", "id": f"1{number:02}"}
-            conn.execute(sa.insert(tasks).values(one | values | report))
-        conn.execute(sa.insert(tasks).values(one | {"id": "other", "kind": "x", "result": long}))
+            conn.execute(sa.insert(tasks).values(row | values | report))
+        conn.execute(sa.insert(tasks).values(row | {"id": "other", "kind": "x", "result": long}))
     migrate(empty)
     with transaction(empty) as conn:
         query = sa.select(tables.tasks.c.id, tables.tasks.c.result)

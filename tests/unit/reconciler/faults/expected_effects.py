@@ -19,8 +19,8 @@ def begun(model: SiteModel, run: Run) -> None:
 def ended(model: SiteModel, run: Run, reported: str, ours: Collection[str]) -> None:
     """The end of the run is recorded. ours: its fences that were not raised since."""
     host = model.hosts[run.node]
-    if reported == "before" and run.refused == "boot_changed" and host.known == run.boot:
-        host.known = ""
+    if reported == "before" and run.refused == "boot_changed" and host.recorded == run.boot:
+        host.recorded = ""
     if run.kind in (TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskKind.NODE_PARITY):
         if reported == "ok":
             _looked(model, run)
@@ -55,13 +55,13 @@ def built(model: SiteModel, key: str, reported: str) -> None:
 def _looked(model: SiteModel, run: Run) -> None:
     host = model.hosts[run.node]
     evidence = run.result.get("discovery") or run.result["parity"]
-    host.known = evidence["identity"]["boot_id"]
+    host.recorded = evidence["identity"]["boot_id"]
     if run.kind == TaskKind.SLICE_TOPOLOGY_DISCOVER:
-        host.seen = host.known
+        host.seen = host.recorded
         there = {disk["identity"] for disk in evidence["nvme"]}
         host.missing = {slot.disk for slot in model.slots.values()} - there
     elif evidence["intent"] == "slice":
-        host.passed = "" if evidence["failures"] else host.known
+        host.passed = "" if evidence["failures"] else host.recorded
 
 
 def _released(model: SiteModel, run: Run, reported: str) -> None:

@@ -28,18 +28,18 @@ class FakeRuns:
     """Fake runs by run id. documents: the healthy discovery of each host."""
 
     def __init__(self, model: SiteModel, documents: Mapping[str, dict[str, Any]]) -> None:
-        self.known: dict[str, Run] = {}
+        self.by_id: dict[str, Run] = {}
         self._model, self._documents = model, documents
 
     def launch(self, _site: object, spec: RunSpec) -> Path:
-        if spec.run_id not in self.known:
+        if spec.run_id not in self.by_id:
             run = _run_of(spec)
-            self.known[spec.run_id] = run
+            self.by_id[spec.run_id] = run
             self._model.begin(run)
         return run_directory(Path("unused"), spec.run_id)
 
     def observe(self, directory: Path) -> RunState:
-        run = self.known.get(directory.name)
+        run = self.by_id.get(directory.name)
         if run is None:
             return RunState(Phase.ABSENT)
         if not run.reported:

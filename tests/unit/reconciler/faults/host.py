@@ -550,9 +550,9 @@ def _ending(host: Host, params: Document, disks: dict[str, str], entries: Entrie
 def _released(_host: Host, params: Document, disks: dict[str, str], entries: Entries) -> None:
     if any(entries[name].dirty for name in disks):
         raise refuse("disk_dirty")
-    own = ("", params["allocation_id"])
+    holders = ("", params["allocation_id"])
     for name, entry in entries.items():
-        if entry.allocation_id in own and (entry.allocation_id or entry.dirty):
+        if entry.allocation_id in holders and (entry.allocation_id or entry.dirty):
             if name == MACHINE:
                 _ledger.mark_clean(MACHINE, fence=params["fence"], disk_identity="", proof={})
             _ledger.release(name, fence=params["fence"])

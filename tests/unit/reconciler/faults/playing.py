@@ -125,11 +125,11 @@ class Scope:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = dict(given) | {"omit": OMIT}
-        self.known: Document = {}
+        self.registered: Document = {}
         self.layers: list[Mapping[str, Any]] = []
 
     def get(self, name: str) -> Any:
-        for variables in (self.given, self.known):
+        for variables in (self.given, self.registered):
             if name in variables:
                 return variables[name]
         for layer in reversed(self.layers):
@@ -142,10 +142,10 @@ class Scope:
         if isinstance(raw, str):
             return self._text(raw)
         if isinstance(raw, list):
-            return [self.value(one) for one in raw]
+            return [self.value(item) for item in raw]
         if isinstance(raw, dict):
-            resolved = {key: self.value(one) for key, one in raw.items()}
-            return {key: one for key, one in resolved.items() if one is not OMIT}
+            resolved = {key: self.value(item) for key, item in raw.items()}
+            return {key: item for key, item in resolved.items() if item is not OMIT}
         return raw
 
     def true(self, conditions: Any) -> bool:
@@ -153,7 +153,7 @@ class Scope:
         if isinstance(conditions, bool):
             return conditions
         listed = [conditions] if isinstance(conditions, str) else conditions
-        return all(bool(_expression(one)(scope=self)) for one in listed)
+        return all(bool(_expression(item)(scope=self)) for item in listed)
 
     def _text(self, text: str) -> Any:
         if "{{" not in text:
@@ -200,12 +200,12 @@ class _Missing(jinja2.StrictUndefined):
         return self
 
 
-def _combine(one: Any, other: Any, *, recursive: bool = False) -> Any:
+def _combine(old: Any, other: Any, *, recursive: bool = False) -> Any:
     """As Ansible combines: the second wins, and with recursive only in the innermost dicts."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
+    if not (isinstance(old, dict) and isinstance(other, dict)):
         return other
-    deeper = {name: _combine(one[name], other[name], recursive=True) for name in one.keys() & other}
-    return {**one, **other, **(deeper if recursive else {})}
+    deeper = {name: _combine(old[name], other[name], recursive=True) for name in old.keys() & other}
+    return {**old, **other, **(deeper if recursive else {})}
 
 
 # Nothing of it is ever shown in a browser.
@@ -247,7 +247,7 @@ class _Run:
     def _task(self, task: Document, folder: Path) -> Generator[Step, How | None, None]:
         if not self._scope.true(task.get("when", True)):
             if "register" in task:
-                self._scope.known[task["register"]] = {"skipped": True, "changed": False}
+                self._scope.registered[task["register"]] = {"skipped": True, "changed": False}
             return
         if "block" in task:
             yield from self._block(task, folder)
@@ -277,8 +277,8 @@ class _Run:
             if "rescue" not in task:
                 raise
             self._rescuing = True
-            self._scope.known["ansible_failed_task"] = {"name": failed.task}
-            self._scope.known["ansible_failed_result"] = failed.result
+            self._scope.registered["ansible_failed_task"] = {"name": failed.task}
+            self._scope.registered["ansible_failed_result"] = failed.result
             yield from self.tasks(task["rescue"], folder)
 
     def _module(
@@ -289,14 +289,14 @@ class _Run:
         else:
             results = []
             for item in self._scope.value(task["loop"]):
-                self._scope.known["item"] = item
+                self._scope.registered["item"] = item
                 done = yield from self._call(task, module, arguments)
                 results.append({**done, "item": item})
             result = {"results": results, "failed": any(each.get("failed") for each in results)}
         if task.get("failed_when") is False:
             result = {**result, "failed": False}
         if "register" in task:
-            self._scope.known[task["register"]] = result
+            self._scope.registered[task["register"]] = result
         if result.get("failed"):
             raise Failed(task["name"], result)
 

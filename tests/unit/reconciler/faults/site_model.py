@@ -22,12 +22,12 @@ WIPING = (TaskKind.SLICE_VM_RELEASE, TaskKind.SLICE_WIPE, TaskKind.BAREMETAL_REL
 @dataclass
 class Host:
     """boot: the current boot. seen, passed: the boots of the last recorded discovery and parity.
-    known: the boot in the records, "" after a reported restart.
+    recorded: the boot in the records, "" after a reported restart.
     """
 
     number: int
     boot: str
-    known: str
+    recorded: str
     seen: str
     passed: str
     broken: bool = False  # parity would fail now
@@ -117,8 +117,8 @@ class SiteModel:
             (slot.where != IDLE, f"it is {slot.where}"),
             (not slot.wanted, "it is wanted disabled"),
             (not host.sliced, "its host is no slice host"),
-            (host.seen != host.known or not host.known, "no discovery under this boot"),
-            (host.passed != host.known, "no parity under this boot"),
+            (host.seen != host.recorded or not host.recorded, "no discovery under this boot"),
+            (host.passed != host.recorded, "no parity under this boot"),
             (slot.disk in host.missing, "the latest discovery speaks against it"),
         ):
             if wrong:

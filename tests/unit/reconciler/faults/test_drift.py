@@ -56,7 +56,7 @@ class Look:
         except StopIteration as end:
             self.result = contract.check_result(end.value["result"])
 
-    def tell(self) -> Record:
+    def report(self) -> Record:
         """The records hear of it; what they made of it."""
         outcome = Outcome("successful", self.result)
         scripted = self._scripted
@@ -94,20 +94,20 @@ def test_a_look_at_any_step_changes_nothing(
             looks.append(Look(scripted))
             looks[0].take()
 
-        def tell(looks: list[Look] = looks, records: list[Record] = records) -> None:
-            records.append(looks[0].tell())
+        def report(looks: list[Look] = looks, records: list[Record] = records) -> None:
+            records.append(looks[0].report())
 
-        scripted.runner.faults[kind] = beside(index, look, tell, moment, reported)
+        scripted.runner.faults[kind] = beside(index, look, report, moment, reported)
         scripted.work()
         if reported == "at the end":
-            tell()
+            report()
         nothing_came_of_it(records[0], where)
         scripted.sound(where)
         assert scripted.host.seen() == healthy[kind].host, where
 
 
 def beside(
-    index: int, look: Callable[[], None], tell: Callable[[], None], moment: str, reported: str
+    index: int, look: Callable[[], None], report: Callable[[], None], moment: str, reported: str
 ) -> Callable[[Run, int, Step], How | None]:
     """At one step: look before or after it, and tell at once or not yet."""
 
@@ -118,7 +118,7 @@ def beside(
         if moment == "after":
             look()
         if reported == "at once":
-            tell()
+            report()
         return done
 
     return lambda _run, now, _step: how if now == index else None
@@ -140,8 +140,8 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
             _ledger.mark_dirty(slot_id, fence=fence, disk_identity=disk)
     look = Look(scripted)
     look.take()
-    result = look.tell()
-    assert {(one["code"], one["allocation_id"]) for one in result["differences"]} >= {
+    result = look.report()
+    assert {(row["code"], row["allocation_id"]) for row in result["differences"]} >= {
         ("orphan_domain", key),
         ("orphan_port", key),
     }

@@ -120,9 +120,9 @@ class Story(RuleBasedStateMachine):
                 assert problem.code == "no_capacity", problem
                 assert max(self._sellable(conn).values(), default=0) < gpus
                 return
-            own = {row.slot_id: row.nvme_identity for row in made.claims}
-        assert len(own) == gpus
-        self.model.promise(made.id, made.node_id, tuple(own.values()), tuple(own))
+            disks = {row.slot_id: row.nvme_identity for row in made.claims}
+        assert len(disks) == gpus
+        self.model.promise(made.id, made.node_id, tuple(disks.values()), tuple(disks))
 
     @rule()
     def launch_whole(self) -> None:
@@ -201,15 +201,15 @@ class Story(RuleBasedStateMachine):
     def clean_machine(self, node: str) -> None:
         self._ask(lambda conn: baremetal.clean(conn, node, ADMIN), "machine_clean", "node_in_use")
 
-    @rule(pick=PICK, wanted=st.booleans())
-    def switch(self, pick: int, wanted: bool) -> None:
+    @rule(pick=PICK, on_sale=st.booleans())
+    def switch(self, pick: int, on_sale: bool) -> None:
         """Enable or disable a slot."""
         if not self.model.slots:
             return
         name = _one(list(self.model.slots), pick)
-        self.model.slots[name].wanted = wanted
+        self.model.slots[name].wanted = on_sale
         with transaction(self.engine) as conn:
-            (slot_life.enable if wanted else slot_life.disable)(conn, name, ADMIN)
+            (slot_life.enable if on_sale else slot_life.disable)(conn, name, ADMIN)
 
     @precondition(lambda self: self._slots(IDLE))
     @rule(pick=PICK)
@@ -267,7 +267,7 @@ class Story(RuleBasedStateMachine):
             if mode == NodeMode.CONVERTING_TO_SLICE:
                 identity = self.prepared.documents[node]["identity"] | {"boot_id": host.boot}
                 host_life.bootstrapped(conn, node, ADMIN, identity=identity)
-                host.known = host.boot
+                host.recorded = host.boot
             else:
                 host_life.converted(conn, node, ADMIN)
         host.sliced = mode == NodeMode.CONVERTING_TO_SLICE
@@ -283,7 +283,7 @@ class Story(RuleBasedStateMachine):
             open_tasks = [task for task in queue.every(conn) if task.state in OPEN]
         if not open_tasks:
             return
-        task = _one(sorted(open_tasks, key=lambda one: one.id), pick)
+        task = _one(sorted(open_tasks, key=lambda task: task.id), pick)
         ours = self._ours(task)
         with transaction(self.engine) as conn:
             task_failures.cancel(conn, task.id, ADMIN)
@@ -354,7 +354,7 @@ class Story(RuleBasedStateMachine):
     @rule(node=NODE)
     def host_restarts(self, node: str) -> None:
         self.model.restart(node)
-        for run in self.runs.known.values():
+        for run in self.runs.by_id.values():
             if run.node == node:
                 run.acting = False
 
@@ -371,7 +371,7 @@ class Story(RuleBasedStateMachine):
     @rule(node=NODE, pick=PICK, there=st.booleans())
     def disk_is_pulled(self, node: str, pick: int, there: bool) -> None:
         """A disk is pulled or put back; the next discovery shows it."""
-        disks = [self.prepared.documents[node]["candidates"][one]["bundle"] for one in FREE]
+        disks = [self.prepared.documents[node]["candidates"][slot]["bundle"] for slot in FREE]
         disk = f"eui.{_one(disks, pick)['nvme_eui']}"
         hidden = self.model.hosts[node].hidden
         (hidden.discard if there else hidden.add)(disk)
@@ -497,7 +497,7 @@ class Story(RuleBasedStateMachine):
             assert problem.code == "stale_lease", problem
             self.held.pop(task.id, None)
             return
-        run = self.runs.known.get(run_id)
+        run = self.runs.by_id.get(run_id)
         with reading(self.engine) as conn:
             state = queue.get(conn, task.id).state
         if state == TaskState.RUNNING:
@@ -523,9 +523,9 @@ class Story(RuleBasedStateMachine):
         """The fences of the task that were not raised since."""
         given = {slot["slot_id"]: slot["fence"] for slot in task.parameters.get("slots", ())}
         with reading(self.engine) as conn:
-            known = pairs(conn, FENCES)
+            fences = pairs(conn, FENCES)
             machine = nodes.get(conn, task.node_id).fence
-        ours = [key for key, fence in given.items() if known[key] == fence]
+        ours = [key for key, fence in given.items() if fences[key] == fence]
         return [*ours, *([MACHINE] if task.parameters.get("fence") == machine else [])]
 
     def _release(self, key: str) -> None:
@@ -581,16 +581,16 @@ class Story(RuleBasedStateMachine):
         return count
 
     def _tenants(self, *states: str) -> list[str]:
-        return [key for key, one in self.model.tenants.items() if one.state in states]
+        return [key for key, tenant in self.model.tenants.items() if tenant.state in states]
 
     def _slots(self, where: str) -> list[str]:
         return [name for name, slot in self.model.slots.items() if slot.where == where]
 
     def _going(self) -> list[Run]:
-        return [run for run in self.runs.known.values() if not run.reported]
+        return [run for run in self.runs.by_id.values() if not run.reported]
 
     def _late(self) -> list[Run]:
-        return [run for run in self.runs.known.values() if run.reported and run.acting]
+        return [run for run in self.runs.by_id.values() if run.reported and run.acting]
 
 
 def _one(items: list[Any], pick: int) -> Any:

@@ -145,7 +145,7 @@ def test_a_task_whose_host_was_never_reached_waits_and_goes_on(
         scripted.runner.faults[kind] = _no_way
         scripted.work()
         with reading(scripted.engine) as conn:
-            (task,) = (one for one in queue.every(conn) if one.kind == kind)
+            (task,) = (row for row in queue.every(conn) if row.kind == kind)
         assert (task.state, task.unreached) == (TaskState.WAITING, times)
         assert _unreachable(scripted, task.node_id)
         _nothing_is_freed(scripted, kind)

@@ -86,7 +86,7 @@ def differences(scripted: Slice) -> set[str]:
     """Codes of what the host differs in from the records, which hear of it."""
     look = Look(scripted)
     look.take()
-    return {row["code"] for row in look.tell()["differences"]}
+    return {row["code"] for row in look.report()["differences"]}
 
 
 @pytest.mark.parametrize(

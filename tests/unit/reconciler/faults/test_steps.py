@@ -258,19 +258,19 @@ class Rescue:
 def test_the_reconciler_is_killed_before_it_records_the_end(
     at: Open, healthy: dict[str, Healthy], kind: str
 ) -> None:
-    wanted = healthy[kind].host
+    expected = healthy[kind].host
     scripted = at(kind)
     scripted.runner.dies_before_recording = True
     scripted.die()
     assert ended(scripted, kind).state == TaskState.SUCCEEDED
-    assert scripted.host.seen() == wanted
+    assert scripted.host.seen() == expected
     come_back(scripted, kind)
 
 
 @KINDS
 def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -> None:
     """Beside the first, stopped after each of its steps, a second copy runs to its end."""
-    wanted = healthy[kind].host
+    expected = healthy[kind].host
     for number, step in enumerate(healthy[kind].steps):
         where = f"{kind}: a second run after {step.name!r}"
         scripted = at(kind)
@@ -287,7 +287,7 @@ def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -
         )
         refused = (TaskState.FAILED, "disk_in_use") if entered else (TaskState.SUCCEEDED, "")
         assert ending == refused, where
-        assert scripted.host.seen() == wanted, where
+        assert scripted.host.seen() == expected, where
         come_back(scripted, where)
 
 

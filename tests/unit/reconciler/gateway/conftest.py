@@ -108,9 +108,9 @@ class World:
         who = self.stack.client("admin")
         answer = who.get(f"projects/demo/allocations/{allocation or self.allocation}")
         file = self.tree / "ssh_config"
-        known = self.tree / "known_hosts"
-        file.write_text(command.config(answer.json(), known, key or self.key))
-        known.write_text(answer.json()["connection"]["known_hosts"])
+        hosts = self.tree / "known_hosts"
+        file.write_text(command.config(answer.json(), hosts, key or self.key))
+        hosts.write_text(answer.json()["connection"]["known_hosts"])
         return file
 
     def ssh(self, *words: str, config: Path | None = None, host: str = "") -> list[str]:
@@ -251,12 +251,12 @@ async def _ended() -> None:
 
 
 class Mute:
-    """SSH servers that let the gateway in, and then answer nothing. asked: for what they refuse to
+    """SSH servers that let the gateway in, and then answer nothing. requested: what they refuse to
     answer. connections: the open ones.
     """
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked = threading.Event()
+        self.requested = threading.Event()
         self.connections: set[asyncssh.SSHServerConnection] = set()
         self.unanswered: list[asyncio.Future[Any]] = []
         self._acceptor: asyncssh.SSHAcceptor | None = None
@@ -316,7 +316,7 @@ class _MuteServer(asyncssh.SSHServer):
         return self._never()
 
     async def _never(self) -> Any:
-        self._mute.asked.set()
+        self._mute.requested.set()
         self._mute.unanswered.append(asyncio.get_running_loop().create_future())
         return await self._mute.unanswered[-1]
 
@@ -327,7 +327,7 @@ class _MuteSession(asyncssh.SSHServerSession[bytes]):
 
     def pty_requested(self, *_: object) -> Any:
         # The library answers true and false only.
-        self._mute.asked.set()
+        self._mute.requested.set()
 
 
 @pytest.fixture

@@ -132,9 +132,9 @@ def test_the_command_on_a_machines_page_works_with_the_lines_beside_it(world: Wo
     site = world.stack
     member = Browser(mount(create_app(site.settings, site.engine)))
     assert member.log_in(site.secrets["member"]).status_code == 303
-    known, config = world.tree / "known_hosts", world.tree / "ssh_config"
+    hosts, config = world.tree / "known_hosts", world.tree / "ssh_config"
     config.write_text(
-        f"IdentityFile {world.key}\nUserKnownHostsFile {known}\nGlobalKnownHostsFile /dev/null\n"
+        f"IdentityFile {world.key}\nUserKnownHostsFile {hosts}\nGlobalKnownHostsFile /dev/null\n"
         "StrictHostKeyChecking yes\nUpdateHostKeys no\nBatchMode yes\n"
     )
     for shape in ("slice", "whole"):
@@ -144,7 +144,7 @@ def test_the_command_on_a_machines_page_works_with_the_lines_beside_it(world: Wo
         shown = [html.unescape(each) for each in re.findall("<pre[^>]*>(.*?)</pre>", text, re.S)]
         (line,) = (each for each in shown if each.startswith("ssh "))
         (lines,) = (each for each in shown if each.startswith("@cert-authority"))
-        known.write_text(lines)
+        hosts.write_text(lines)
         words = ["ssh", "-F", str(config), *shlex.split(line)[1:], "id -un"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
         assert (done.stdout.strip(), done.returncode) == (USER, 0), (shape, done.stderr)
@@ -546,8 +546,8 @@ def test_a_host_key_that_is_revoked_later_is_refused(world: World) -> None:
             serial="1", valid_until=4e9,
         )  # fmt: skip
         tokens.replace_certificates(conn, NODE, "", ACT)
-    known = ca.known_hosts(world.gateway.trust)
-    until(lambda: f"@revoked * {world.host.key}" in known.read_text())
+    hosts = ca.known_hosts(world.gateway.trust)
+    until(lambda: f"@revoked * {world.host.key}" in hosts.read_text())
     refused = world.run("id")
     assert refused.returncode == 255 and "host_not_proven" in refused.stderr
 
@@ -844,13 +844,13 @@ def test_a_slice_without_an_address_is_no_whole_machine(
 
 def test_another_guest_and_another_gateway_are_not_believed(world: World) -> None:
     config = world.config()
-    known = world.tree / "known_hosts"
-    right = known.read_text()
+    hosts = world.tree / "known_hosts"
+    right = hosts.read_text()
     mine = new_key(world.tree / "false")
-    known.write_text(right.replace(world.guest.key, mine))
+    hosts.write_text(right.replace(world.guest.key, mine))
     assert "Host key verification failed" in world.run("id", config=config).stderr
     authority = right.splitlines()[0].split(" ", 2)[2]
-    known.write_text(right.replace(authority, mine))
+    hosts.write_text(right.replace(authority, mine))
     assert "Host key verification failed" in world.run("id", config=config).stderr
     trust = world.gateway.trust
     world.on_loop(probe(trust, "127.0.0.1", world.port))
@@ -1071,13 +1071,13 @@ def test_channels_that_are_being_opened_are_bounded(world: World, mute: Mute) ->
 
     async def ask() -> list[str]:
         client = await asyncssh.connect(**world.login)
-        asked = [asyncio.create_task(client.open_connection("slice", 22)) for _ in range(5)]
+        tasks = [asyncio.create_task(client.open_connection("slice", 22)) for _ in range(5)]
         async with asyncio.timeout(60):
-            while sum(each.done() for each in asked) < 2:
+            while sum(each.done() for each in tasks) < 2:
                 await asyncio.sleep(0.02)
-        refused = [str(each.exception()) for each in asked if each.done()]
+        refused = [str(each.exception()) for each in tasks if each.done()]
         client.abort()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         return refused
 
     assert world.on_loop(ask()) == ["too many channels"] * 2
@@ -1133,7 +1133,7 @@ def test_connections_that_were_given_up_are_bounded(world: World, mute: Mute) ->
     async def ask() -> None:
         async with asyncssh.connect(**world.login) as client:
             first = asyncio.create_task(client.open_connection("slice", 22))
-            while not mute.asked.is_set():
+            while not mute.requested.is_set():
                 await asyncio.sleep(0.02)
             (session,) = world.gateway.clients
             assert isinstance(session, Client) and session._machine is not None
@@ -1184,7 +1184,7 @@ def test_a_machine_that_speaks_before_its_session_is_recorded_fills_no_memory(
 
     async def read() -> tuple[int, int]:
         async with asyncssh.connect(**world.login) as client:
-            asked = asyncio.create_task(client.open_connection("slice", 22))
+            task = asyncio.create_task(client.open_connection("slice", 22))
             (session,) = world.gateway.clients
             assert isinstance(session, Client) and session._machine is not None
             while not session._machine._ends:
@@ -1194,7 +1194,7 @@ def test_a_machine_that_speaks_before_its_session_is_recorded_fills_no_memory(
                 taken = far.received
                 await asyncio.sleep(0.5)
             recording.set()
-            reader, _ = await asked
+            reader, _ = await task
             whole = 0
             while part := await reader.read(1 << 20):
                 whole += len(part)
@@ -1283,14 +1283,14 @@ def test_a_host_that_vanishes_is_given_up(
 
     async def ask() -> None:
         async with asyncssh.connect(**world.login) as client:
-            asked = asyncio.create_task(client.open_connection("slice", 22))
-            while not mute.asked.is_set():
+            task = asyncio.create_task(client.open_connection("slice", 22))
+            while not mute.requested.is_set():
                 await asyncio.sleep(0.02)
             (host,) = mute.connections
             host._transport.pause_reading()  # type: ignore[union-attr]
             async with asyncio.timeout(60):
                 with pytest.raises(asyncssh.ChannelOpenError):
-                    await asked
+                    await task
 
     world.on_loop(ask())
 

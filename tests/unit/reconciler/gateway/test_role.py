@@ -83,10 +83,10 @@ def plain(engine: sa.Engine, **changes: Any) -> str:
 
 
 def gpuaas(engine: sa.Engine, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    own = {"GPUAAS_DATABASE_URL": plain(engine), "GPUAAS_STATE_DIR": str(folder)}
+    environment = {"GPUAAS_DATABASE_URL": plain(engine), "GPUAAS_STATE_DIR": str(folder)}
     return subprocess.run(
         [sys.executable, "-m", "reconciler.cli.main", *words],
-        env={**os.environ, **own}, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def tried(conn: psycopg.Connection[Any], statement: str) -> str:
 
 def test_every_table_and_column_is_closed_but_these(records: sa.Engine) -> None:
     """Tables and columns as the database lists them, so that a new one is closed."""
-    found: dict[str, dict[str, set[str]]] = {"SELECT": {}, "INSERT": {}, "UPDATE": {}}
+    rights: dict[str, dict[str, set[str]]] = {"SELECT": {}, "INSERT": {}, "UPDATE": {}}
     forms = {
         "SELECT": 'SELECT "{1}" FROM {0} LIMIT 0',
         "INSERT": 'INSERT INTO {0} ("{1}") VALUES (DEFAULT)',
@@ -206,7 +206,7 @@ def test_every_table_and_column_is_closed_but_these(records: sa.Engine) -> None:
         for table, column in columns:
             for right, form in forms.items():
                 if "permission denied" not in tried(conn, form.format(table, column)):
-                    found[right].setdefault(table, set()).add(column)
+                    rights[right].setdefault(table, set()).add(column)
         for table in {table for table, _ in columns}:
             opened |= {(table, form) for form in whole if not tried(conn, form.format(table))}
         for statement in (
@@ -218,7 +218,7 @@ def test_every_table_and_column_is_closed_but_these(records: sa.Engine) -> None:
             assert tried(conn, statement), statement
     # Rows may be locked where a column may be updated; tables may not.
     weak = {(t, f) for t, f in opened if " FOR " in f and t in UPDATE}
-    assert (found["SELECT"], found["INSERT"], found["UPDATE"]) == (READ, INSERT, UPDATE)
+    assert (rights["SELECT"], rights["INSERT"], rights["UPDATE"]) == (READ, INSERT, UPDATE)
     assert opened == weak
 
 
@@ -238,8 +238,8 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
     audit += " reason, detail, correlation_id) VALUES ({}, 'admin:a', '{}', '{}', '', '', '', '',"
     audit += " '{}', '')"
     now = "extract(epoch FROM clock_timestamp())"
-    own = "INSERT INTO service_processes (id, roles, host, pid, version, started_at, seen_at)"
-    own += f" VALUES ('x', '[\"{{}}\"]', '', 1, '', {{}}, {now} + {{}})"
+    insert = "INSERT INTO service_processes (id, roles, host, pid, version, started_at, seen_at)"
+    insert += f" VALUES ('x', '[\"{{}}\"]', '', 1, '', {{}}, {now} + {{}})"
     part = "INSERT INTO terminal_recordings (session_id, project_id, at, size, lines)"
     part += f" VALUES ('{{}}', 'demo', {now}, 1, 'x')"
     session = "INSERT INTO ssh_sessions (id, way, allocation_id, project_id, actor, owner,"
@@ -259,9 +259,9 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
             (now, "", "gateway.refused", f'{{"words": "{"x" * 10_000}"}}'),
         ):
             assert "row-level security" in tried(conn, audit.format(*words)), words
-        assert not tried(conn, own.format("gateway", now, 0))
+        assert not tried(conn, insert.format("gateway", now, 0))
         for given in (("worker", now, 0), ("gateway", now, 1e6), ("gateway", "'-infinity'", 0)):
-            assert "row-level security" in tried(conn, own.format(*given)), given
+            assert "row-level security" in tried(conn, insert.format(*given)), given
         for id in (old, browser):
             assert "row-level security" in tried(conn, part.format(id))
         for statement in (
@@ -279,7 +279,7 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
         assert not tried(conn, part.format("terminal1"))
         assert conn.execute("SELECT name FROM settings").fetchall() == [("ssh_authorities",)]
         # Nor does it hold up the start of the service, or a terminal in a browser.
-        conn.execute(own.format("gateway", now, -1e6))
+        conn.execute(insert.format("gateway", now, -1e6))
         # Values that no reader of a session takes, and a session that fell silent long ago.
         update = "UPDATE ssh_sessions SET {} WHERE id = 'terminal1'"
         long = "recording_digest = repeat('x', 5000)"
@@ -329,7 +329,7 @@ def test_it_refuses_other_rights_by_name(
     assert refusal(site).startswith("gateway_role_excessive: gpuaas: superuser")
     with reading(site) as conn:
         text = role.sql(conn, 40)
-    for right, found in {
+    for right, word in {
         "GRANT UPDATE (state) ON allocations TO {}": "UPDATE of allocations (state)",
         "GRANT SELECT ON api_tokens TO PUBLIC": "SELECT of api_tokens (created_at)",
         "GRANT DELETE ON audit_log TO {}": "DELETE of audit_log",
@@ -341,7 +341,7 @@ def test_it_refuses_other_rights_by_name(
         back = "REVOKE ALL ON api_tokens FROM PUBLIC; DROP TABLE IF EXISTS later, own;" + text
         with changed(site, right.format(name), back):
             answer = refusal()
-            assert answer.startswith("gateway_role_excessive") and found in answer, answer
+            assert answer.startswith("gateway_role_excessive") and word in answer, answer
     with changed(site, f"GRANT pg_read_all_data TO {name}", f"REVOKE pg_read_all_data FROM {name}"):
         assert "member of pg_read_all_data" in refusal()
     with changed(site, f"ALTER ROLE {name} BYPASSRLS", f"ALTER ROLE {name} NOBYPASSRLS"):

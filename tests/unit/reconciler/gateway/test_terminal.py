@@ -117,7 +117,7 @@ class Site:
         with self.dial(**options) as client:
             terminal = Web(client)
             given = ticket or self.ticket()["ticket"]
-            terminal.tell("open", ticket=given, columns=80, rows=24)
+            terminal.send("open", ticket=given, columns=80, rows=24)
             yield terminal
 
     @property
@@ -132,7 +132,7 @@ class Web:
     client: ClientConnection
     shown: bytes = b""
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def send(self, event: str, **fields: Any) -> None:
         self.client.send(json.dumps({"event": event, **fields}))
 
     def event(self) -> dict[str, Any]:
@@ -209,11 +209,11 @@ def gpuaas(world: World, site: Site, *words: str) -> subprocess.CompletedProcess
     token = world.key.with_name("token")
     token.write_text(world.stack.secrets["member"])
     token.chmod(0o600)
-    own = {"GPUAAS_API": site.base, "GPUAAS_TOKEN_FILE": str(token)}
+    environment = {"GPUAAS_API": site.base, "GPUAAS_TOKEN_FILE": str(token)}
     return subprocess.run(
         [sys.executable, "-m", "reconciler.cli.main", words[0], world.allocation,
          "--project", "demo", "--key", str(world.key), *words[1:]],
-        env={**os.environ, **own, "XDG_CONFIG_HOME": str(token.parent)},
+        env={**os.environ, **environment, "XDG_CONFIG_HOME": str(token.parent)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -385,7 +385,7 @@ def test_type_see_resize_and_end(world: World, site: Site) -> None:
         typed = len(first + second + b"exit\r")
         terminal.client.send(first)
         terminal.until(b"24 80\r\n42\r\n")
-        terminal.tell("resize", columns=132, rows=50)
+        terminal.send("resize", columns=132, rows=50)
         terminal.client.send(second)
         terminal.until("50 132\r\nü-ü\r\n".encode())
         terminal.client.send(b"exit\r")
@@ -445,8 +445,8 @@ def test_a_person_of_other_groups_loses_the_terminal(
 
             def log_in(*groups: str) -> str:
                 provider.set(login=provider.order(groups=groups))
-                asked = person.get("/console/login/provider").headers["Location"]
-                answer = person.get(httpx.get(asked, timeout=60).headers["Location"])
+                target = person.get("/console/login/provider").headers["Location"]
+                answer = person.get(httpx.get(target, timeout=60).headers["Location"])
                 assert answer.status_code == 303, answer.text
                 return person.cookies["gpuaas"]
 
@@ -841,13 +841,13 @@ def test_terminals_of_one_connection_are_counted(world: World) -> None:
     async def work() -> None:
         async with asyncssh.connect(**world.login) as client:
             await client.open_connection("slice", 22)
-            one, another = [await client.create_process("echo in; cat") for _ in range(2)]
-            for process in (one, another):
+            first, another = [await client.create_process("echo in; cat") for _ in range(2)]
+            for process in (first, another):
                 assert await process.stdout.readline() == "in\n"
             with pytest.raises(asyncssh.ChannelOpenError, match="too many terminals"):
                 await client.create_process("id")
-            one.stdin.write_eof()
-            await one.wait()
+            first.stdin.write_eof()
+            await first.wait()
             assert "uid=" in str((await client.run("id")).stdout)
 
     world.on_loop(work())
@@ -865,8 +865,8 @@ def test_channels_that_run_nothing_leave_their_places(world: World) -> None:
         client = await connect()
         (session,) = world.gateway.clients
         assert isinstance(session, Client)
-        asked = [client.create_process(subsystem="sftp") for _ in range(2)]
-        refused = await asyncio.gather(*asked, return_exceptions=True)
+        clients = [client.create_process(subsystem="sftp") for _ in range(2)]
+        refused = await asyncio.gather(*clients, return_exceptions=True)
         assert [type(each) for each in refused] == [asyncssh.ChannelOpenError] * 2
         while not all(shell.gone for shell in session._terminals):
             await asyncio.sleep(0.02)
@@ -997,7 +997,7 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
         terminal.until(b"in-2")
         terminal.client.send(b"hunter2\r")
         terminal.until(b"shown-42 \xc3\xbc")
-        terminal.tell("resize", columns=100, rows=30)
+        terminal.send("resize", columns=100, rows=30)
         terminal.client.send(b"exit\r")
         assert terminal.end()[0] == "shell_ended"
     # Its digest is written after its end. The one by SSH has a recording, too.
@@ -1163,13 +1163,13 @@ def test_changes_of_size_do_not_fill_the_memory(
     with site.open() as terminal:
         terminal.ready()
         for _ in range(1_000):
-            terminal.tell("resize", columns=80, rows=24)
+            terminal.send("resize", columns=80, rows=24)
         terminal.client.send(b"echo still-$((1 + 1))\r")
         terminal.until(b"still-2")
         sizes = itertools.cycle((80, 81))
         with pytest.raises(ConnectionClosed) as closed:
             while True:
-                terminal.tell("resize", columns=next(sizes), rows=24)
+                terminal.send("resize", columns=next(sizes), rows=24)
                 with suppress(TimeoutError):
                     terminal.client.recv(0)
         assert closed.value.rcvd.reason == "recording_full"
@@ -1208,8 +1208,8 @@ def test_a_guest_that_is_silent_after_the_login_is_named(
 def test_a_page_that_leaves_a_silent_guest_is_noticed(world: World, site: Site, mute: Mute) -> None:
     mute.guest("pty")
     with site.open() as terminal:
-        terminal.tell("resize", columns=100, rows=30)
-        assert mute.asked.wait(20)
+        terminal.send("resize", columns=100, rows=30)
+        assert mute.requested.wait(20)
         assert site.live
     until(lambda: not site.live)
     until(lambda: [s["reason"] for s in world.sessions()] == ["closed"])
@@ -1270,7 +1270,7 @@ def test_a_host_that_opens_no_connection_is_given_up(world: World, mute: Mute) -
     ],
 )
 def test_60_terminals_at_once(world: World, site: Site) -> None:
-    async def one(number: int) -> str:
+    async def terminal(number: int) -> str:
         ticket = await asyncio.to_thread(site.ticket)
         url = f"ws://127.0.0.1:{site.port}/terminal"
         protocols = [Subprotocol(web.PROTOCOL)]
@@ -1293,7 +1293,7 @@ def test_60_terminals_at_once(world: World, site: Site) -> None:
     opened: list[int] = []
 
     async def every() -> list[str]:
-        work = asyncio.gather(*(one(number) for number in range(60)))
+        work = asyncio.gather(*(terminal(number) for number in range(60)))
         while len(opened) < 60 and not work.done():
             await asyncio.sleep(0.1)
         await asyncio.to_thread(end_allocation, world)

@@ -170,18 +170,18 @@ def test_hosts_with_one_serial_number_are_left_alone(maas: Maas, tenant: bool) -
 def test_a_host_with_the_serial_number_of_another_stops_only_itself(maas: Maas) -> None:
     """MAAS itself knows both machines, and a third one that is no node yet."""
     maas.machines.machine("m2", 2, address="10.0.2.16")
-    known = [machine(), machine(**OTHER)]
-    maas.begin(*known)
+    machines = [machine(), machine(**OTHER)]
+    maas.begin(*machines)
     assert maas.compare().done["nodes bound"] == 1
     maas.report("S1")
     maas.report("S1", "m2", 2)
-    maas.begin(*known)
+    maas.begin(*machines)
     assert codes(maas.compare()) == ["serial_differs", "serial_twice"]
     assert maas.asked() == ["set_workload_annotations"]
     third = {"system_id": "ghi789", "hostname": "m3", "serial": "S3", "hardware_uuid": "U-3"}
     third |= {"macs": ["52:54:00:00:00:03"], "ip_addresses": ["10.0.2.17"]}
     maas.report("S3", "m2", 2)
-    maas.begin(*known, machine(**third))
+    maas.begin(*machines, machine(**third))
     assert "unsure" not in codes(maas.compare())
 
 

@@ -56,13 +56,13 @@ def test_the_example_of_the_page_lists_nodes_and_slices(netbox: Pass, tmp_path: 
         text=True,
         check=False,
     )
-    found = hosts(listed)
+    hostvars = hosts(listed)
     slice_ = f"gpuaas-slice-{key.replace('-', '')}"
-    assert set(found) == {"n1", slice_}
-    node = found["n1"]
+    assert set(hostvars) == {"n1", slice_}
+    node = hostvars["n1"]
     assert (node["gpuaas_state"], node["ansible_host"]) == ("ready", "10.0.2.15")
     assert (node["serial"], node["asset_tag"]) == ("S7", "A-17")
-    assert found[slice_]["gpuaas_allocation_id"] == key
-    assert found[slice_]["ansible_host"].startswith("10.100.0.")
+    assert hostvars[slice_]["gpuaas_allocation_id"] == key
+    assert hostvars[slice_]["ansible_host"].startswith("10.100.0.")
     assert "gpuaas_ready" in listed.stdout
     assert netbox.record["violations"] == []

@@ -79,15 +79,15 @@ def test_a_change_ends_the_difference_or_is_not_made_for_a_foreign_edit(
     seals = {"ours": seal(actual, "a"), "earlier": seal(actual), "other": seal(actual, "b")}
     before.custom_fields[SEAL] = seals.get(sealed)
     expected: Any = SimpleNamespace(fields=target, blocked=blocked, site="a")
-    wanted = {**target, BLOCKED: blocked}
+    values = {**target, BLOCKED: blocked}
     patch, edited = device_patch(expected, before)
-    differing = sorted(name for name, value in wanted.items() if actual[name] != value)
+    differing = sorted(name for name, value in values.items() if actual[name] != value)
     if sealed == "other" and differing:
         assert (patch, edited) == ({}, differing)
         return
     after = patched(before, patch)
-    assert (edited, device_values(after)) == ([], wanted)
-    assert after.custom_fields[SEAL] == seal(wanted, "a")
+    assert (edited, device_values(after)) == ([], values)
+    assert after.custom_fields[SEAL] == seal(values, "a")
     assert device_patch(expected, after) == ({}, [])
     # Nothing else is written, and no value that is right already.
     assert patch.keys() <= {"custom_fields", "add_tags", "remove_tags"}

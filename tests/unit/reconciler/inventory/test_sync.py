@@ -317,20 +317,20 @@ def test_a_foreign_network_stays_and_what_is_missing_is_completed(netbox: Pass) 
 def test_asset_tag_and_bmc_are_read_and_a_bmc_is_of_one_machine(netbox: Pass) -> None:
     bmc = {"address": "10.0.9.7/24"}
 
-    def known(node_id: str = "n1") -> dict[str, Any] | None:
+    def kept(node_id: str = "n1") -> dict[str, Any] | None:
         with reading(netbox.site.engine) as conn:
             return node_records.get(conn, node_id).netbox
 
     netbox.begin(device("n1", asset_tag="A-17", oob_ip=bmc))
     netbox()
-    assert known() == {"device_id": 1, "asset_tag": "A-17", "bmc_address": "10.0.9.7"}
+    assert kept() == {"device_id": 1, "asset_tag": "A-17", "bmc_address": "10.0.9.7"}
     netbox.begin(device("n1", oob_ip=bmc), device("gpu9", "10.0.0.99", oob_ip=bmc))
     assert codes(netbox(apply=True)) == ["netbox_bmc_twice"] * 2
-    assert known() is None
+    assert kept() is None
     netbox.begin(device("n1", oob_ip={"address": "10.0.2.15/24"}))
     assert codes(netbox(apply=True)) == ["netbox_bmc_twice"]
     netbox.begin(device("n1", oob_ip={"address": "127.0.0.1/8"}))
-    assert (codes(netbox(apply=True)), known()) == (
+    assert (codes(netbox(apply=True)), kept()) == (
         [],
         {"device_id": 1, "asset_tag": "", "bmc_address": ""},
     )
@@ -618,18 +618,18 @@ def test_a_device_with_another_serial_number_than_the_host_is_not_written_to(
 def test_a_host_with_the_serial_number_of_another_stops_only_itself(netbox: Pass) -> None:
     """NetBox itself knows both machines, and a third one that is no node yet."""
     third = device("n3", "10.0.2.18", serial="S3")
-    known = [device("n1", serial="S1"), device("n2", "10.0.2.17", serial="S2")]
+    devices = [device("n1", serial="S1"), device("n2", "10.0.2.17", serial="S2")]
     with transaction(netbox.site.engine) as conn:
         node_records.create(conn, ADMIN, id="n2", address="10.0.2.17")
         for node_id in ("n1", "n2"):
             node_records.update(conn, node_id, hardware={"serial": "S1"})
-    netbox.begin(*known)
+    netbox.begin(*devices)
     result = netbox(apply=True)
     assert (codes(result), result.done) == (["netbox_serial_twice"], {"devices written": 1})
     assert result.findings[0].subject == "node n2"
     with transaction(netbox.site.engine) as conn:
         node_records.update(conn, "n2", hardware={"serial": "S3"})
-    netbox.begin(*known, third)
+    netbox.begin(*devices, third)
     assert "netbox_serial_taken" not in codes(netbox())
 
 
@@ -703,8 +703,8 @@ def test_text_that_a_database_cannot_store_ends_no_pass(
     result = netbox(apply=True)
     assert (result.error, result.complete, result.done["devices written"]) == (None, True, 1)
     with reading(on_either.engine) as conn:
-        known = node_records.get(conn, "n1").netbox or {}
-        assert known["asset_tag"] == "A\ufffd"
+        kept = node_records.get(conn, "n1").netbox or {}
+        assert kept["asset_tag"] == "A\ufffd"
         assert "\0" not in site.read(conn, writer.WRITTEN)["2"]
 
 

@@ -86,7 +86,7 @@ class Crowd:
         self._often = often
         self._lock = threading.Lock()
 
-    def run(self, seconds: float, wanted: Set[str], seed: int = 20_26) -> None:
+    def run(self, seconds: float, required: Set[str], seed: int = 20_26) -> None:
         """All clients at once for so long; raises what any of them did not expect.
 
         Longer on a busy machine, until each of `wanted` has happened, or a minute more is over.
@@ -95,7 +95,7 @@ class Crowd:
 
         def going() -> bool:
             now = time.monotonic()
-            return now < end or (now < end + 60 and not wanted <= self.answers.keys())
+            return now < end or (now < end + 60 and not required <= self.answers.keys())
 
         with ThreadPoolExecutor(CLIENTS + 1) as pool:
             jobs = [pool.submit(self._client, seed + number, going) for number in range(CLIENTS)]
@@ -254,7 +254,7 @@ class Crowd:
 
         def wiped() -> dict[str, Any]:
             given = [slot["slot_id"] for slot in task.parameters["slots"]]
-            return {"proofs": {one: _proof(slots.get(conn, one)) for one in given}}
+            return {"proofs": {slot_id: _proof(slots.get(conn, slot_id)) for slot_id in given}}
 
         def parity() -> dict[str, Any]:
             mode = NodeMode(nodes.get(conn, task.node_id).mode)
@@ -309,12 +309,12 @@ def holds(conn: sa.Connection) -> None:
 
 def never_held_twice(conn: sa.Connection) -> None:
     """I1 and I2 at every moment of the past, replayed from the history."""
-    known = {claim["id"]: claim for claim in rows.every(conn, sa.select(tables.claims))}
+    by_id = {claim["id"]: claim for claim in rows.every(conn, sa.select(tables.claims))}
     query = sa.select(tables.history).where(tables.history.c.entity == "claim")
     holders: dict[str, str] = {}
     of_node: dict[str, Counter[str]] = {}
     for row in rows.every(conn, query.order_by(tables.history.c.id)):
-        claim = known[row["entity_id"]]
+        claim = by_id[row["entity_id"]]
         thing = claim["slot_id"] or claim["node_id"]
         kinds = of_node.setdefault(claim["node_id"], Counter())
         if row["target"] in LIVE_CLAIMS:
@@ -326,7 +326,7 @@ def never_held_twice(conn: sa.Connection) -> None:
             kinds[claim["kind"]] -= 1
         whole, sliced = kinds[ClaimKind.NODE_EXCLUSIVE], kinds[ClaimKind.SLICE]
         assert whole <= 1 and not (whole and sliced), (claim["node_id"], row)
-    live = {key for key, claim in known.items() if claim["state"] in LIVE_CLAIMS}
+    live = {key for key, claim in by_id.items() if claim["state"] in LIVE_CLAIMS}
     assert set(holders.values()) == live
 
 

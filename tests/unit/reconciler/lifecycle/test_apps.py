@@ -148,9 +148,9 @@ def test_a_key_that_cannot_be_put_there_fails_its_member_until_it_is_asked_for_a
         failed = app_operations.every(conn, id)[0]
         assert failed.failure == ERROR
         assert apps.members(conn, id)[0]["status_reason"] == "home_unsafe"
-        asked = apps.reconcile(conn, "p1", id, ADMIN)
+        operations = apps.reconcile(conn, "p1", id, ADMIN)
         again = apps.reconcile(conn, "p1", id, ADMIN)
-        assert [row.id for row in again] == [row.id for row in asked], "under way already"
+        assert [row.id for row in again] == [row.id for row in operations], "under way already"
         assert made.seen(conn, id)[1] == ["reconciling"] * 2
         assert len(made.work(conn)) == 2
         assert made.waits(conn, id) == "controller_absent"

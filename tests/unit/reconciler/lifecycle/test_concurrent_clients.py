@@ -33,10 +33,10 @@ def test_sixteen_clients_for_a_moment(engine: sa.Engine, site: Site) -> None:
 def test_sixteen_clients_for_a_minute(engine: sa.Engine, site: Site) -> None:
     """66 slots, and machines that are given away as a whole."""
     crowd = Crowd(site, hosts=22, machines=4)
-    wanted = ACTS | {"cleaned"}
-    crowd.run(60, wanted)
+    required = ACTS | {"cleaned"}
+    crowd.run(60, required)
     crowd.sound()
-    assert set(crowd.answers) >= wanted, crowd.answers
+    assert set(crowd.answers) >= required, crowd.answers
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)

@@ -87,8 +87,8 @@ class Compared:
         """The state of every allocation and of its claims."""
         with reading(self.engine) as conn:
             return [
-                (one.state, *(claim.state for claim in claims.of_allocation(conn, one.id)))
-                for one in allocations.every(conn)
+                (row.state, *(claim.state for claim in claims.of_allocation(conn, row.id)))
+                for row in allocations.every(conn)
             ]
 
     def sound(self) -> None:
@@ -180,7 +180,7 @@ def test_a_host_as_the_records_say_changes_nothing(compare: Compared, active: st
     assert compare.slots() == before
     with reading(compare.engine) as conn:
         (event,) = [e for e in relay.pending_events(conn) if e.topic == "node.drift"]
-        assert [faults for one in published(compare.engine) if (faults := problems(one))] == []
+        assert [faults for row in published(compare.engine) if (faults := problems(row))] == []
     assert event.payload == {"differences": 0, "skipped": 0, "unknown": 0}
 
 
@@ -191,7 +191,7 @@ def test_a_guest_that_shuts_itself_down_keeps_its_claim(compare: Compared, activ
     off(holdings)
     held = compare.held()
     result = compare(holdings)
-    assert {one["code"] for one in result["differences"]} == {"guest_stopped"}
+    assert {row["code"] for row in result["differences"]} == {"guest_stopped"}
     assert [compare.slot_state(index) for index in (0, 1)] == [
         ("active", "degraded", "guest_stopped")
     ] * 2
@@ -216,11 +216,11 @@ def test_a_guest_that_no_longer_answers_is_named_until_it_does(
 ) -> None:
     holdings = nothing()
     tenant(holdings, active, compare.bundles())
-    asked: list[tuple[str, bool]] = []
+    calls: list[tuple[str, bool]] = []
     silent = True
 
     def read(_conn: object, key: str, *, named: bool) -> bool:
-        asked.append((key, named))
+        calls.append((key, named))
         return silent
 
     monkeypatch.setattr(slice_telemetry, "silent", read)
@@ -238,7 +238,7 @@ def test_a_guest_that_no_longer_answers_is_named_until_it_does(
     with transaction(compare.engine) as conn:
         conn.execute(sa.update(tables.allocations).values(node_id="n1", stopped=True))
     compare(holdings)
-    assert asked == [(active, False), (active, True)]
+    assert calls == [(active, False), (active, True)]
     with transaction(compare.engine) as conn:
         conn.execute(sa.update(tables.allocations).values(stopped=False))
     silent = False
@@ -254,7 +254,7 @@ def test_a_machine_that_is_gone_keeps_its_claim_and_can_be_released(
     held = compare.held()
     result = compare(nothing())
     assert {"domain_missing", "reservation_missing", "lease_missing"} == {
-        one["code"] for one in result["differences"]
+        row["code"] for row in result["differences"]
     }
     assert compare.slot_state()[:2] == ("active", "failed")
     assert compare.held() == held
@@ -313,7 +313,7 @@ def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
             slices.block(conn, slot, "", ADMIN, step="drift", error={"code": "orphan"})
             document = compare.site.document(0)
             document["gpu"] = [
-                one for one in document["gpu"] if one["address"] != slot.gpu_pci_address
+                gpu for gpu in document["gpu"] if gpu["address"] != slot.gpu_pci_address
             ]
             host.record_discovery(conn, "n1", document, ADMIN)
         if way == "retired":
@@ -384,11 +384,11 @@ def test_what_could_not_be_looked_at_heals_nothing(compare: Compared) -> None:
 @pytest.mark.covers("I14")
 def test_an_old_look_opens_nothing(compare: Compared) -> None:
     """All was well when the host was asked; another look has shut the slot since."""
-    asked = compare.now()
+    since = compare.now()
     holdings = stranger(compare)
     drop(holdings, "domains", "processes", "leases")
     compare(holdings)
-    result = compare(nothing(), since=asked)
+    result = compare(nothing(), since=since)
     assert result["skipped"] == [compare.slots()[0].id]
     assert result["healed"] == result["opened"] == []
     assert compare.slot_state()[0] == "disabled"
@@ -397,7 +397,7 @@ def test_an_old_look_opens_nothing(compare: Compared) -> None:
 
 @pytest.mark.covers("I14")
 def test_a_task_that_ended_since_makes_a_look_too_old(compare: Compared, active: str) -> None:
-    asked = compare.now()
+    since = compare.now()
     with transaction(compare.engine) as conn:
         item = queue.Enqueue(
             TaskKind.SLICE_WIPE,
@@ -408,7 +408,7 @@ def test_a_task_that_ended_since_makes_a_look_too_old(compare: Compared, active:
         )
         queue.enqueue(conn, item, ADMIN)
         compare.site.finish(conn, TaskKind.SLICE_WIPE)
-    result = compare(nothing(), since=asked + 0.001)
+    result = compare(nothing(), since=since + 0.001)
     assert compare.slots()[0].id in result["skipped"]
     assert compare.slot_state()[:2] == ("active", "healthy")
 
@@ -769,23 +769,23 @@ def test_launches_and_comparisons_at_once(compare: Compared) -> None:
     """Whoever is first has the slot, or takes it off sale; never both."""
     holdings = stranger(compare)
 
-    def one(number: int) -> str:
+    def work(number: int) -> str:
         try:
             if number % 2:
                 retrying(compare.engine, compare.site.allocate)
                 return "sold"
             evidence = {"holdings": holdings, "identity": compare.identity()}
-            asked = compare.now() + 0.01
+            since = compare.now() + 0.01
             retrying(
                 compare.engine,
-                lambda conn: drift.reconcile(conn, "n1", evidence, ADMIN, since=asked),
+                lambda conn: drift.reconcile(conn, "n1", evidence, ADMIN, since=since),
             )
             return "compared"
         except Problem as problem:
             return problem.code
 
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(one, range(16)))
+        results = list(pool.map(work, range(16)))
     assert set(results) <= {"sold", "compared", "no_capacity"}, results
     assert compare.slot_state()[0] in ("reserved", "disabled")
     compare.sound()
@@ -981,12 +981,12 @@ class TestDue:
             self.age(conn, DAY_S)
             drift.queue_comparison(conn, "n1", ADMIN)
             host.lost(conn, "n1", ADMIN)
-        asked: list[tuple[str, Any]] = []
+        queries: list[tuple[str, Any]] = []
         with transaction(sold.engine) as conn:
             conn.execute(sa.delete(tables.tasks).where(tables.tasks.c.finished_at.is_(None)))
-            sa.event.listen(conn, "before_cursor_execute", lambda *a: asked.append((a[2], a[3])))
+            sa.event.listen(conn, "before_cursor_execute", lambda *a: queries.append((a[2], a[3])))
             self.due(conn)
-            question, given = asked[-1]
+            question, given = queries[-1]
             plan = conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {question}", given).all()
         steps = [row[-1] for row in plan if "tasks" in row[-1]]
         assert steps, plan

@@ -241,11 +241,11 @@ def test_usage_that_is_not_what_was_had(
         lie(sold, conn)
     with reading(sold.engine) as conn:
         violated = invariants.check(conn)
-    assert {(one.invariant, one.subject.split()[0]) for one in violated} == {
+    assert {(row.invariant, row.subject.split()[0]) for row in violated} == {
         ("CTRL-14", "allocation")
     }
     assert violated[0].found.startswith(expected)
-    assert len({one.subject for one in violated}) == 1
+    assert len({row.subject for row in violated}) == 1
 
 
 @pytest.mark.covers("CTRL-4")

@@ -414,13 +414,13 @@ def test_where_and_what_it_is_comes_from_the_machine_not_from_the_request(sold: 
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, region="eu", pool="h200", profile="xe9680l-h200")
         catalogue = {"xe9680l-h200": "h200-sxm-slice", "lab": "lab-edu-slice"}
-        asked = sold.launch(1, catalogue=catalogue)
-        made = launching.allocate(conn, asked, ADMIN)
+        request = sold.launch(1, catalogue=catalogue)
+        made = launching.allocate(conn, request, ADMIN)
         placed = (made.region, made.pool, made.sku)
         assert placed == ("eu", "h200", "h200-sxm-slice")
         for sku, refusal in (("free-of-charge", "sku_unknown"), ("lab-edu-slice", "no_capacity")):
-            assert code(launching.allocate, conn, replace(asked, sku=sku), ADMIN) == refusal
-        assert launching.allocate(conn, replace(asked, sku=made.sku), ADMIN).sku
+            assert code(launching.allocate, conn, replace(request, sku=sku), ADMIN) == refusal
+        assert launching.allocate(conn, replace(request, sku=made.sku), ADMIN).sku
 
 
 @pytest.mark.covers("CTRL-5")

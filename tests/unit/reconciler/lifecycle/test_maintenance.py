@@ -137,15 +137,15 @@ def test_a_node_at_work_or_of_an_unknown_boot_is_not_restarted(
     machines = Machines(sold)
     machines.machine()
     with transaction(sold.engine) as conn:
-        asked = (maintenance.request_reboot, conn, "n1", ADMIN)
+        request = (maintenance.request_reboot, conn, "n1", ADMIN)
         host.restarted(conn, "n1", ADMIN, since=nodes.get(conn, "n1").boot_id)
-        assert problem(*asked, allocations=[]).code == "boot_unknown"
+        assert problem(*request, allocations=[]).code == "boot_unknown"
         sold.prove(conn, "n1")
         host.lost(conn, "n1", ADMIN)
-        assert problem(*asked, allocations=[]).code == "host_unreachable"
+        assert problem(*request, allocations=[]).code == "host_unreachable"
         host.regained(conn, "n1", ADMIN)
         key = sold.allocate(conn)
-        assert problem(*asked, allocations=[key]).code == "node_in_use"
+        assert problem(*request, allocations=[key]).code == "node_in_use"
         tenant = machines.launch(conn).id
         refused = problem(maintenance.request_reboot, conn, "m1", ADMIN, allocations=[tenant])
         assert refused.code == "node_in_use"
@@ -158,8 +158,8 @@ def test_a_host_whose_release_failed_can_be_restarted(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         key = running(conn, sold)
         launching.release(conn, key, ADMIN)
-        asked = (maintenance.request_reboot, conn, "n1", ADMIN)
-        assert problem(*asked, allocations=[key]).code == "node_in_use"
+        request = (maintenance.request_reboot, conn, "n1", ADMIN)
+        assert problem(*request, allocations=[key]).code == "node_in_use"
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE, TaskState.FAILED)
         slices.release_failed(conn, key, ADMIN, step="reset", error=error)
         task = maintenance.request_reboot(conn, "n1", ADMIN, allocations=[key])
@@ -176,8 +176,8 @@ def test_a_host_whose_disk_is_wiped_is_not_restarted(sold: Site) -> None:
         key = running(conn, sold)
         sold.failed(conn)
         recovery.repair(conn, recovery.blocked(conn)[0].id, ADMIN)
-        asked = (maintenance.request_reboot, conn, "n1", ADMIN)
-        assert problem(*asked, allocations=[key]).code == "node_in_use"
+        request = (maintenance.request_reboot, conn, "n1", ADMIN)
+        assert problem(*request, allocations=[key]).code == "node_in_use"
 
 
 def test_a_worker_that_was_killed_prepares_the_same_restart_again(
@@ -186,9 +186,9 @@ def test_a_worker_that_was_killed_prepares_the_same_restart_again(
     with transaction(sold.engine) as conn:
         maintenance.request_reboot(conn, "n1", ADMIN, allocations=[running(conn, sold)])
         (task,) = leasing.lease(conn, "w", kinds=[REBOOT])
-    asked = (sold.engine, settings, HANDLERS[REBOOT], task, queue.run_id(task))
+    arguments = (sold.engine, settings, HANDLERS[REBOOT], task, queue.run_id(task))
     # A run id whose folder has another fingerprint is refused.
-    assert worker.prepare(*asked).fingerprint() == worker.prepare(*asked).fingerprint()
+    assert worker.prepare(*arguments).fingerprint() == worker.prepare(*arguments).fingerprint()
 
 
 def test_a_node_that_was_retired_in_its_restart_is_left_alone(
@@ -301,8 +301,8 @@ def test_a_node_is_not_resumed_while_its_host_restarts(sold: Site, settings: Set
     """Its slots would be sold, and each launch would fail."""
     with transaction(sold.engine) as conn:
         maintenance.request_reboot(conn, "n1", ADMIN, allocations=[])
-        found = problem(maintenance.resume, conn, "n1", ADMIN)
-        assert found.code == "maintenance_under_way"
+        refusal = problem(maintenance.resume, conn, "n1", ADMIN)
+        assert refusal.code == "maintenance_under_way"
         begin(conn, settings, REBOOT)
         assert problem(maintenance.resume, conn, "n1", ADMIN).code == "maintenance_under_way"
         assert nodes.get(conn, "n1").state == "draining"

@@ -119,22 +119,22 @@ def test_looking_at_few_nodes_finds_what_looking_at_all_would(fleet: Any, seed: 
             sa.update(slots).values(capacity_metadata={"fabric_claim_mode": "per_slot_vf"})
         )
         for slot in rows.every(conn, sa.select(slots)):
-            own = str(slot["nvme_identity"])
-            status = one_of(f"status {own}", "available", "available", "active", "disabled")
+            disk = str(slot["nvme_identity"])
+            status = one_of(f"status {disk}", "available", "available", "active", "disabled")
             used = {} if status == "available" else {"available_proof_id": None, "status": status}
-            moved = {"numa_node": one_of(f"numa {own}", 0, 1), **used}
+            moved = {"numa_node": one_of(f"numa {disk}", 0, 1), **used}
             if slot["status"] == "available":
                 conn.execute(sa.update(slots).where(slots.c.id == slot["id"]).values(moved))
         for number in range(8):
             if one_of(f"off {number}", True, False, False, False, False):
                 host.set_scheduling(conn, f"n{number}", False, fleet.act)
-        for wanted in (Want(1), Want(2), Want(1, node_id="n3")):
-            best = place(placement.snapshot(conn), wanted)
+        for want in (Want(1), Want(2), Want(1, node_id="n3")):
+            best = place(placement.snapshot(conn), want)
             if best is None:
                 with pytest.raises(Problem, match="no_capacity"):
-                    placement.reserve(conn, wanted)
+                    placement.reserve(conn, want)
                 continue
-            node_id, reserved = placement.reserve(conn, wanted)
+            node_id, reserved = placement.reserve(conn, want)
             assert (node_id, tuple(slot.id for slot in reserved)) == (best.node_id, best.slot_ids)
 
 

@@ -78,21 +78,21 @@ def test_a_slot_that_is_taken_off_sale_while_its_gate_opens_stays_off(
         slot = slots.of_node(conn, "n1")[0]
         slot_life.disable(conn, slot.id, ADMIN)
         slots.update(conn, slot.id, wanted="available")
-    judge, asked = gate.judge, []
+    judge, judged = gate.judge, []
 
     def then_disabled(conn: sa.Connection, row: Slot, *given: Any) -> Any:
-        found = judge(conn, row, *given)
-        if row.id == slot.id and not asked:
-            asked.append(row.id)
+        blockers = judge(conn, row, *given)
+        if row.id == slot.id and not judged:
+            judged.append(row.id)
             with transaction(sold.engine) as other:
                 getattr(slot_life, act)(other, slot.id, ADMIN)
-        return found
+        return blockers
 
     monkeypatch.setattr(gate, "judge", then_disabled)
     with transaction(sold.engine) as conn:
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
     with reading(sold.engine) as conn:
-        assert (slots.get(conn, slot.id).status, asked) == ("disabled", [slot.id])
+        assert (slots.get(conn, slot.id).status, judged) == ("disabled", [slot.id])
 
 
 def test_one_host_key_is_not_certified_for_two_hosts_at_once(sold: Site, beside: Beside) -> None:
@@ -214,7 +214,7 @@ def test_who_waits_for_a_set_keeps_no_part_of_it(sold: Site, beside: Beside) -> 
         held, other = sorted(slots.of_node(conn, "n1"), key=lambda slot: str(slot.id))
     with transaction(sold.engine) as conn:
         rows.get(conn, Slot, held.id, lock=True)
-        both = beside(lambda: retrying(sold.engine, lambda own: sold.allocate(own, 2)))
+        both = beside(lambda: retrying(sold.engine, lambda conn: sold.allocate(conn, 2)))
         with pytest.raises(TimeoutError):
             both.result(A_WHILE_S)
         with transaction(sold.engine) as third:
@@ -238,8 +238,8 @@ def test_an_exclusive_task_and_another_are_not_leased_at_once(
     first, second = kinds if exclusive_first else reversed(kinds)
     for kind in (first, second):
         _queued(sold.engine, kind)
-    with transaction(sold.engine) as one:
-        assert leasing.lease(one, "one", kinds=[first])
+    with transaction(sold.engine) as conn:
+        assert leasing.lease(conn, "one", kinds=[first])
         with transaction(sold.engine) as two:
             assert leasing.lease(two, "two", kinds=[second]) == []
     with transaction(sold.engine) as two:

@@ -407,8 +407,8 @@ def test_the_host_is_not_asked_about_slots_that_others_have_by_now(sold: Site) -
         claimed = [claim.slot_id for claim in of_allocation(conn, story.key)]
         task = recovery.verify_absence(conn, story.key, ADMIN)
         work = Work(conn, task, nodes.get(conn, "n1"), {}, Settings())
-        asked = [slot["slot_id"] for slot in absence_variables(work)["slice_slots"]]
-    assert asked == [slot for slot in claimed if slot != sold_again] and len(asked) == 1
+        slot_ids = [slot["slot_id"] for slot in absence_variables(work)["slice_slots"]]
+    assert slot_ids == [slot for slot in claimed if slot != sold_again] and len(slot_ids) == 1
 
 
 def test_nothing_is_recovered_on_a_retired_node(story: Story) -> None:
@@ -468,7 +468,7 @@ def test_a_run_that_may_live_is_ended_first(sold: Site) -> None:
         recovery_cases.play(conn, case.id)
         assert queue.get(conn, run.id).cancel_requested
         assert leasing.lease(conn, "worker") == [], "nothing is asked of the host before its end"
-        (ended,) = (one for one in case_records.steps(conn, case.id) if "slots" in one["evidence"])
+        (ended,) = (row for row in case_records.steps(conn, case.id) if "slots" in row["evidence"])
         assert (ended["step"], ended["evidence"]["slots"][0]["status"]) == (
             "run_canceled",
             "cleanup_blocked",
@@ -544,8 +544,8 @@ def test_a_word_that_keeps_the_slots_is_kept(story: Story) -> None:
     assert "admin:bob: second look" in story.waits_for()["detail"]
     assert story.open(BOB) == case_id
     case = story.case()
-    asked = (case.requested_by, case.reason, case.waits_for)
-    assert asked == ("admin:bob", "second look", {})
+    request = (case.requested_by, case.reason, case.waits_for)
+    assert request == ("admin:bob", "second look", {})
     assert [row.actor for row in story.audited(recovery_cases.ADOPTED)] == ["admin:bob"]
     assert story.play().state == "cleaning"
 

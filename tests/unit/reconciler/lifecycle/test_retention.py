@@ -244,7 +244,7 @@ def test_events_go_sooner_when_a_relay_took_them(
 
 
 def test_a_token_that_ended_goes_after_what_came_from_it(site: Site, settings: Settings) -> None:
-    def own(conn: sa.Connection, parent_id: str | None) -> str:
+    def create(conn: sa.Connection, parent_id: str | None) -> str:
         values = {"role": Role.PROJECT_MEMBER, "name": "me", "project_id": site.project}
         ends = {"until": None, "ttl_s": 60.0}
         made, _ = tokens.issue_own(conn, site.act, parent_id=parent_id, owner="o", **values, **ends)
@@ -259,8 +259,8 @@ def test_a_token_that_ended_goes_after_what_came_from_it(site: Site, settings: S
 
     with transaction(site.engine) as conn:
         given, _ = tokens.issue(conn, site.act, role=Role.PLATFORM_ADMIN, name="admin", ttl_s=60)
-        first = own(conn, given.id)
-        second = own(conn, first)
+        first = create(conn, given.id)
+        second = create(conn, first)
     pass_days(29)
     assert forget(site.engine, settings)["tokens"] == 0
     pass_days(2)
@@ -283,12 +283,12 @@ def test_a_node_keeps_its_newest_reports_and_those_that_decide(
         for failures in (0, 1, 1, 1):
             host.record_discovery(conn, "n1", site.document(0), site.act)
             host.record_parity(conn, "n1", site.parity(failures=failures), site.act)
-        found, checked = ids(conn, tables.discoveries), ids(conn, tables.parities)
+        discovered, checked = ids(conn, tables.discoveries), ids(conn, tables.parities)
         approved = {slot.approved_discovery_id for slot in slots.of_node(conn, "n1")}
     assert forget(site.engine, settings)["reports"] > 0
     assert forget(site.engine, settings)["reports"] == 0
     with reading(site.engine) as conn:
-        assert {*ids(conn, tables.discoveries)} == {*found[-2:], *approved} < {*found}
+        assert {*ids(conn, tables.discoveries)} == {*discovered[-2:], *approved} < {*discovered}
         left = ids(conn, tables.parities)
         assert left[-2:] == checked[-2:] and len(left) == 4 < len(checked)
         assert reports.passed(conn, "n1", site.document(0)["identity"]["boot_id"])

@@ -76,9 +76,9 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
         assert look(snapshot(mine)) == []
         assert slice_telemetry.switched_off(conn, "n2", off) == []
         assert look(off) == [mine]
-        for asked in ({"stopped": True}, {"power_action": "restart"}):
+        for values in ({"stopped": True}, {"power_action": "restart"}):
             update = sa.update(allocations).where(allocations.c.id == mine)
-            conn.execute(update.values(**asked))
+            conn.execute(update.values(**values))
             assert look(off) == []
             conn.execute(update.values(stopped=False, power_action=""))
         # A host that loses power is silent for longer than a sample counts as current.

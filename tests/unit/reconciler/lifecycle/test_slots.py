@@ -289,7 +289,7 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
         disk = next(d for d in document["nvme"] if d["identity"] == first.nvme_identity)
         if change == "gpu":
             document["gpu"] = [
-                one for one in document["gpu"] if one["address"] != first.gpu_pci_address
+                gpu for gpu in document["gpu"] if gpu["address"] != first.gpu_pci_address
             ]
         elif change == "mounted":
             disk["blockers"] = [{"code": "mounted", "detail": "/mnt"}]
@@ -304,7 +304,7 @@ def test_a_later_discovery_takes_off_sale_what_it_speaks_against(
         other = slots.get(conn, second.id).status
         assert other == ("disabled" if change == "node" else "available")
         row = journal.history_of(conn, "slot", first.id)[-1]
-        assert code in {one["code"] for one in row.evidence["blockers"]}
+        assert code in {row["code"] for row in row.evidence["blockers"]}
         assert [v for v in invariants.check(conn) if v.invariant != "I12"] == []
         # Seen without it, the slot passes again.
         host.record_discovery(conn, "n1", sold.document(0), sold.act)
@@ -390,7 +390,7 @@ def test_the_gpus_that_are_left_can_be_approved(free: Site) -> None:
 def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Site) -> None:
     """The host was asked while the last tenant was there, and answers after the wipe."""
     with transaction(sold.engine) as conn:
-        asked = clock.read(conn)
+        observed_at = clock.read(conn)
         key = sold.active(conn)
         held = claims.of_allocation(conn, key)[0]
         launch.release(conn, key, sold.act)
@@ -399,7 +399,7 @@ def test_use_from_before_the_wipe_keeps_a_late_discovery_from_closing(sold: Site
         document = sold.document(0)
         disk = next(d for d in document["nvme"] if d["identity"] == held.nvme_identity)
         disk["blockers"] = [{"code": "qemu_in_use", "detail": "a guest"}]
-        host.record_discovery(conn, "n1", document, sold.act, observed_at=asked)
+        host.record_discovery(conn, "n1", document, sold.act, observed_at=observed_at)
         assert sold.statuses(conn) == ["available", "available"]
 
 

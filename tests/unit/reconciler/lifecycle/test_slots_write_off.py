@@ -29,7 +29,7 @@ def test_a_blocked_slot_whose_device_died_is_written_off(sold: Site, dead: str) 
             "disk": ("nvme", "identity", slot.nvme_identity),
             "gpu": ("gpu", "address", slot.gpu_pci_address),
         }[dead]
-        document[name] = [one for one in document[name] if one[column] != gone]
+        document[name] = [row for row in document[name] if row[column] != gone]
         host.record_discovery(conn, "n1", document, sold.act, observed_at=slot.status_since - 1)
         assert code(slot_life.withdraw, conn, slot.id, sold.act) == "slot_in_use", "from before"
         host.record_discovery(conn, "n1", document, sold.act)

@@ -149,10 +149,10 @@ def test_a_group_may_hold_the_devices_of_one_slot(bundle: Bundle, document: Docu
 
 
 @pytest.mark.covers("CTRL-3")
-@pytest.mark.parametrize("own", ["gpu_pci_address", "fabric_vf_pci_address"])
-def test_no_group_is_in_two_slots(bundle: Bundle, document: Document, own: str) -> None:
+@pytest.mark.parametrize("field", ["gpu_pci_address", "fabric_vf_pci_address"])
+def test_no_group_is_in_two_slots(bundle: Bundle, document: Document, field: str) -> None:
     other = Bundle.of(document["candidates"][1]["bundle"])
-    join(document, getattr(bundle, own), other.fabric_vf_pci_address)
+    join(document, getattr(bundle, field), other.fabric_vf_pci_address)
     approval.refuse(bundle, document)
     assert refusal(bundle, document, other) == "group_shared"
 

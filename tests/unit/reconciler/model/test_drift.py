@@ -67,7 +67,7 @@ def holdings() -> Holdings:
 
 
 def codes(findings: Findings) -> set[tuple[str, str, str]]:
-    return {(one.slot_id, one.code, one.allocation_id) for one in findings.differences}
+    return {(row.slot_id, row.code, row.allocation_id) for row in findings.differences}
 
 
 def test_a_host_as_the_records_say(holdings: Holdings) -> None:
@@ -150,8 +150,8 @@ def test_every_trace_of_a_past_tenant_is_an_orphan_of_its_slot(holdings: Holding
     findings = compare(holdings, RECORDS)
     kinds = ("domain", "process", "lease", "reservation", "port", "guard", "file")
     assert codes(findings) == {("b", f"orphan_{kind}", OLD) for kind in kinds}
-    assert all(one.orphan for one in findings.differences)
-    used = {one.code for one in findings.differences if one.disk_used}
+    assert all(row.orphan for row in findings.differences)
+    used = {row.code for row in findings.differences if row.disk_used}
     assert used == {"orphan_domain", "orphan_process", "orphan_lease"}
 
 
@@ -180,7 +180,7 @@ def test_who_is_in_no_record_is_found_by_what_it_has(holdings: Holdings) -> None
         "orphan_file",
     }
     # A bridge port has room for a part of the id only; the others name it for whoever removes it.
-    named = {one.code for one in findings.differences if one.allocation_id == LOST}
+    named = {row.code for row in findings.differences if row.allocation_id == LOST}
     assert named == {f"orphan_{kind}" for kind in ("domain", "lease", "reservation", "file")}
 
 
@@ -210,7 +210,7 @@ def test_what_the_host_says_of_an_idle_slot(holdings: Holdings) -> None:
     put(holdings, "devices", slot_id="b", code="not_bound", **problem)
     put(holdings, "devices", slot_id="b", code="disk_in_use", **problem)
     findings = compare(holdings, RECORDS)
-    assert [(one.code, one.disk_used) for one in findings.differences] == [
+    assert [(row.code, row.disk_used) for row in findings.differences] == [
         ("device_unfit", True),
         ("device_unfit", False),
         ("disk_dirty", True),
@@ -236,9 +236,9 @@ def test_nothing_is_concluded_where_something_is_at_work(unsettled: str) -> None
     assert len(compare(holdings, RECORDS).differences) > 5
     slots, allocations = RECORDS.slots, RECORDS.allocations
     if unsettled == "slot":
-        slots = tuple(replace(one, settled=False) for one in slots)
+        slots = tuple(replace(row, settled=False) for row in slots)
     else:
-        allocations = tuple(replace(one, settled=False) for one in allocations)
+        allocations = tuple(replace(row, settled=False) for row in allocations)
     findings = compare(holdings, Records(slots, allocations))
     assert findings.differences == ()
     assert set(findings.skipped) == ({"a", "b"} if unsettled == "slot" else {ONE, OLD})
@@ -278,8 +278,8 @@ def test_a_host_that_reports_thousands_of_traces_costs_little(holdings: Holdings
 
 
 def test_a_difference_is_a_document() -> None:
-    one = Difference("orphan_port", "bridge port gs1", HealthState.DEGRADED, orphan=True)
-    assert one.document() == {
+    row = Difference("orphan_port", "bridge port gs1", HealthState.DEGRADED, orphan=True)
+    assert row.document() == {
         "code": "orphan_port",
         "found": "bridge port gs1",
         "severity": "degraded",

@@ -56,8 +56,8 @@ class Gpu:
 
     def use(self) -> tuple[int, str]:
         """Bytes of its memory in use, and its processes."""
-        asked = ["nvidia-smi", "--query-compute-apps=pid,used_memory", f"--id={self.id}"]
-        apps = subprocess.run([*asked, "--format=csv,noheader"], capture_output=True, check=True)
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", f"--id={self.id}"]
+        apps = subprocess.run([*query, "--format=csv,noheader"], capture_output=True, check=True)
         (used,) = (gpu["memory_used_bytes"] for gpu in memory.gpus() if gpu["id"] == self.id)
         return int(used), apps.stdout.decode()
 

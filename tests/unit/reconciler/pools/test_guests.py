@@ -109,9 +109,9 @@ def test_a_run_carries_a_token_of_its_own_that_no_record_has(site: Site, tmp_pat
     assert not [mark for mark in request._TEMPLATE_MARKS if mark in str(written(spec))]
     secret = written(spec)[guest_pool.TOKEN]
     assert re.fullmatch(rf"{remote.PREFIX}[A-Za-z0-9_-]{{43}}\n", secret)
-    known = pool_of(site, secret)
-    assert known and (known.id, known.allocation_id) == (pool.id, allocation_id)
-    assert known.token_expires_at is None
+    row = pool_of(site, secret)
+    assert row and (row.id, row.allocation_id) == (pool.id, allocation_id)
+    assert row.token_expires_at is None
     with reading(site.engine) as conn:
         for table in metadata.sorted_tables:
             assert secret.strip() not in str(conn.execute(sa.select(table)).all()), table.name
@@ -170,10 +170,10 @@ def test_the_token_ends_with_its_allocation(
     pool = started(site, replicas=2)
     allocation_id = launch(site)
     secret = written(prepared(site, tmp_path, leased(site)))[guest_pool.TOKEN]
-    known = pool_of(site, secret)
-    assert known
+    row = pool_of(site, secret)
+    assert row
     with transaction(site.engine) as conn:
-        member = remote.register(conn, known, host="liar", pid=7, models=["m"])
+        member = remote.register(conn, row, host="liar", pid=7, models=["m"])
         assert member.host == allocation_id, "a guest is not believed where it is"
         end(conn, allocation_id)
         assert remote.authenticate(conn, secret.strip()) is None, "in the same transaction"

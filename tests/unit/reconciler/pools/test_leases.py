@@ -275,9 +275,9 @@ def test_a_long_queue_does_not_delay_another_project(queue: Queue) -> None:
 
 
 def test_jobs_in_a_pool_of_its_own_cost_a_project_no_shared_worker(queue: Queue) -> None:
-    own = pools.NewPool("own", ["big"], project_id="p1", target="remote")
+    request = pools.NewPool("own", ["big"], project_id="p1", target="remote")
     with transaction(queue.engine) as conn:
-        pool = pools.start(conn, own, ADMIN, most=1)
+        pool = pools.start(conn, request, ADMIN, most=1)
         worker = remote.register(conn, pool, host="x", pid=1, models=["big"])
         jobs.enqueue(conn, "p1", [jobs.NewJob("big", {})] * 3, ADMIN)
         assert len(leases.claim(conn, worker, limit=3)) == 3

@@ -147,9 +147,9 @@ def test_sweeps_search_indexes_by_time(engine: sa.Engine) -> None:
             requests.forget(conn, age_s=60, limit=9)
         finally:
             sa.event.remove(engine, "before_cursor_execute", explain)
-    asked, shortened, ready, lost, forgotten = plans
+    due, shortened, ready, lost, forgotten = plans
     for plan, column in (
-        *((asked, name) for name in ("not_before <=", "lease_expires_at <", "lease_expires_at >")),
+        *((due, name) for name in ("not_before <=", "lease_expires_at <", "lease_expires_at >")),
         *((shortened, "lease_expires_at >"), (ready, "not_before <=")),
         *((lost, "lease_expires_at <"), (forgotten, "updated_at <")),
     ):

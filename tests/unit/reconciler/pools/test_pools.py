@@ -261,8 +261,8 @@ def test_jobs_do_not_end_a_pool_of_all(engine: sa.Engine) -> None:
     assert [end_worker(engine, pool, holding=["p1"]) for _ in range(5)] == [1, 2, 3, 3, 3]
     assert [end_worker(engine, pool) for _ in range(2)] == [4, 5]
     assert end_worker(engine, pool, holding=["p2"]) == 5, "nor those of several who agree"
-    own, _ = begun(engine, start(engine, "own", project_id="p1"))
-    assert [end_worker(engine, own, holding=["p1"]) for _ in range(5)] == [1, 2, 3, 4, 5]
+    own_pool, _ = begun(engine, start(engine, "own", project_id="p1"))
+    assert [end_worker(engine, own_pool, holding=["p1"]) for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("taken", ["canceled", "reclaimed", "claimed again"])
@@ -527,19 +527,19 @@ def test_the_largest_pool_ends_for_memory(
 def test_groups_of_the_second_version_are_made_beside_the_service(tmp_path: Path) -> None:
     """As systemd's DelegateSubgroup lays them out. Files stand for the kernel's."""
     slice_ = tmp_path / "fs" / "gpuaas.service"
-    own = slice_ / "main"
-    own.mkdir(parents=True)
+    unit = slice_ / "main"
+    unit.mkdir(parents=True)
     (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/top/gpuaas.service/main\n")
     mount = f"35 1 0:30 /top {tmp_path}/fs rw - cgroup2 cgroup2 rw,nsdelegate\n"
     (tmp_path / "mountinfo").write_text(f"34 1 0:9 / /proc rw - proc proc rw\n{mount}")
     assert memory.own_group(tmp_path) is None, "no memory controller"
-    (own / "memory.current").write_text("1\n")
-    found = memory.own_group(tmp_path)
-    assert found == memory.Group(2, own)
-    assert memory.parent_group(found) is None
+    (unit / "memory.current").write_text("1\n")
+    own_group = memory.own_group(tmp_path)
+    assert own_group == memory.Group(2, unit)
+    assert memory.parent_group(own_group) is None
     (slice_ / "cgroup.subtree_control").write_text("cpu memory\n")
     (slice_ / "cgroup.procs").write_text("")
-    assert memory.parent_group(found) == memory.Group(2, slice_)
+    assert memory.parent_group(own_group) == memory.Group(2, slice_)
     group = Path(memory.make(memory.Group(2, slice_), "w1", 1 << 30))
     assert (group / "memory.max").read_text() == str(1 << 30)
     assert (group / "memory.swap.max").read_text() == "0"
@@ -548,9 +548,9 @@ def test_groups_of_the_second_version_are_made_beside_the_service(tmp_path: Path
     (group / "memory.events").write_text("oom 2\noom_kill 1\n")
     assert memory.of_group(str(group)) == memory.Usage(700, 1)
     # The limit of the unit holds for all of its groups together.
-    (own / "memory.max").write_text("max\n")
+    (unit / "memory.max").write_text("max\n")
     (slice_ / "memory.max").write_text("5000\n")
     (slice_ / "memory.current").write_text("4800\n")
     (slice_ / "memory.stat").write_text("inactive_file 300\n")
     (slice_ / "memory.events").write_text("oom_kill 0\n")
-    assert memory.of_host(found) == (5000, 4500)
+    assert memory.of_host(own_group) == (5000, 4500)

@@ -160,8 +160,8 @@ def test_a_worker_that_was_given_up_for_its_silence_registers_again(
     assert (job.result, job.lost, job.attempts) == ({"twice": 18}, 1, 1)
     row = PoolWorker.TABLE
     with reading(workers.queue.engine) as conn:
-        known = conn.execute(sa.select(row.c.pid, row.c.ending).where(row.c.pool_id != "")).all()
-    assert Counter(known) == {(workers.pids[0], "silent"): 2, (workers.pids[0], ""): 1}
+        rows = conn.execute(sa.select(row.c.pid, row.c.ending).where(row.c.pool_id != "")).all()
+    assert Counter(rows) == {(workers.pids[0], "silent"): 2, (workers.pids[0], ""): 1}
 
 
 def give_up(workers: Workers) -> None:
@@ -183,12 +183,12 @@ def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dic
     requests that it gets. A function of the request's credential may make an answer. An iterator
     gives a whole answer, headers included, in pieces.
     """
-    asked: list[tuple[str, dict[str, Any]]] = []
+    requests: list[tuple[str, dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             act = self.path.rpartition("/")[2]
-            asked.append((act, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            requests.append((act, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
             answer = answers[act]
             if callable(answer):
                 answer = answer(self.headers["Authorization"])
@@ -209,7 +209,7 @@ def scripted(answers: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, dic
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", requests
     server.shutdown()
     server.server_close()
 
@@ -278,13 +278,13 @@ def test_a_job_is_given_up_when_its_lease_ends_without_the_service(
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
     monkeypatch.setattr("reconciler.pools.worker.time", clock)
     stopping = threading.Event()
-    with scripted(answers) as (url, asked):
+    with scripted(answers) as (url, requests):
         queue = ApiQueue(url, lambda: "secret", ["m"], stopping)
         runner = Runner({"m": f"{FUNCTIONS}:double"}, 256)
         worker = Worker(queue, runner, stopping)
 
         def renewals() -> int:
-            return [act for act, _ in asked].count("renew")
+            return [act for act, _ in requests].count("renew")
 
         def watch() -> None:
             try:
@@ -308,7 +308,7 @@ def test_a_job_is_given_up_when_its_lease_ends_without_the_service(
         watcher.start()
         worker.run()
         watcher.join()
-    assert not [body for act, body in asked if act == "turn" and body["ended"]]
+    assert not [body for act, body in requests if act == "turn" and body["ended"]]
 
 
 def test_a_worker_that_is_always_unknown_does_not_register_without_a_pause() -> None:
@@ -329,20 +329,20 @@ def test_a_worker_that_is_always_unknown_does_not_register_without_a_pause() -> 
             return self.is_set()
 
     stopping = Stopping()
-    with scripted(answers) as (url, asked):
+    with scripted(answers) as (url, requests):
         queue = ApiQueue(url, lambda: "secret", ["m"], stopping)
         ender = threading.Timer(60, stopping.set)
         ender.start()
         Worker(queue, Runner({"m": f"{FUNCTIONS}:double"}, 256), stopping).run()
         ender.cancel()
-        before = len(asked)
+        before = len(requests)
         with pytest.raises(Dismissed):
             queue.leave()
-    registered = [act for act, _ in asked].count("register")
+    registered = [act for act, _ in requests].count("register")
     assert pauses == [1.0] * 4
     assert 2 < registered < 7
     # It cannot give back what its last claim may have brought, which it does first.
-    assert [act for act, _ in asked[before:]] == ["turn"]
+    assert [act for act, _ in requests[before:]] == ["turn"]
 
 
 def test_a_worker_comes_back_once_there_is_a_seat_and_while_its_pool_serves() -> None:
@@ -366,7 +366,7 @@ def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:
         "register": {"worker_id": "w", "lease_s": 30, "beat_s": 10},
         "turn": (503, {}),
     }
-    with scripted(answers) as (url, asked):
+    with scripted(answers) as (url, requests):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
         queue.serve({})
         for _ in range(2):
@@ -375,7 +375,7 @@ def test_a_claim_without_an_answer_is_repeated_under_its_token() -> None:
         answers["turn"] = {"jobs": [], "counted": 0, "serving": True}
         for _ in range(2):
             queue.turn((), (), 1)
-    first, *repeated, fresh = [body["claim"]["token"] for act, body in asked if act == "turn"]
+    first, *repeated, fresh = [body["claim"]["token"] for act, body in requests if act == "turn"]
     assert repeated == [first, first] and fresh != first
 
 
@@ -386,14 +386,14 @@ def test_a_worker_that_ends_gives_a_claim_without_an_answer_back() -> None:
         "turn": (503, {}),
         "leave": {},
     }
-    with scripted(answers) as (url, asked):
+    with scripted(answers) as (url, requests):
         queue = ApiQueue(url, lambda: "secret", ["m"], threading.Event())
         queue.serve({})
         with pytest.raises(Away):
             queue.turn((), (), 1)
         answers["turn"] = {"jobs": [job], "counted": 0, "serving": True}
         queue.leave()
-    lost, again, back, left = asked[1:]
+    lost, again, back, left = requests[1:]
     assert again[1]["claim"]["token"] == lost[1]["claim"]["token"]
     assert back[1]["returned"] == [{"id": "j", "token": "t"}] and "claim" not in back[1]
     assert left[0] == "leave"
@@ -418,11 +418,11 @@ def test_a_token_that_is_replaced_between_two_requests_dismisses_no_worker() -> 
         assert queue.renew([]) == set()
         return REFUSED
 
-    with scripted({"register": REGISTERED, "renew": renew, "turn": turn}) as (url, asked):
+    with scripted({"register": REGISTERED, "renew": renew, "turn": turn}) as (url, requests):
         queue = ApiQueue(url, lambda: token, ["m"], threading.Event())
         queue.serve({})
         assert queue.turn((), (), 1) == (0, [])
-    assert [act for act, _ in asked] == ["register", "turn", "renew", "renew", "turn"]
+    assert [act for act, _ in requests] == ["register", "turn", "renew", "renew", "turn"]
 
 
 def test_a_worker_waits_for_the_file_with_a_new_token(monkeypatch: pytest.MonkeyPatch) -> None:

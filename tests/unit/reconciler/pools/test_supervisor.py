@@ -180,19 +180,19 @@ def test_the_next_supervisor_adopts_what_lives(control: Control) -> None:
     pool = control.running(replicas=2)
     held = control.begun(seconds=600)
     holder = control.queue.read(held).worker
-    one, other = sorted(control.workers(pool), key=lambda worker: worker.id != holder)
-    suspend(control.engine, one.pid)
+    worker, other = sorted(control.workers(pool), key=lambda worker: worker.id != holder)
+    suspend(control.engine, worker.pid)
     with transaction(control.engine) as conn:
-        hung = sa.update(pool_workers).where(pool_workers.c.id == one.id)
+        hung = sa.update(pool_workers).where(pool_workers.c.id == worker.id)
         conn.execute(hung.values(beat_at=1.0))
     first, control.supervisor = control.supervisor, Supervisor(control.settings, control.engine)
     control.supervisor.tend()
-    assert one.id in control.left(), "whoever was out of touch itself judges nobody"
-    control.supervisor._beats[one.id] = 1.0, time.monotonic() - supervisor.SILENT_S - 1
+    assert worker.id in control.left(), "whoever was out of touch itself judges nobody"
+    control.supervisor._beats[worker.id] = 1.0, time.monotonic() - supervisor.SILENT_S - 1
     control.supervisor.tend()
     # A process that exits has no environment any more before it leaves its group.
     until(lambda: control.supervisor.tend() or control.workers(pool, ended=True))
-    assert [worker.id for worker in control.workers(pool, ended=True)] == [one.id]
+    assert [worker.id for worker in control.workers(pool, ended=True)] == [worker.id]
     control.queue.tend()
     assert control.queue.read(held).status in ("pending", "running")
     assert control.queue.read(held).lost == 1
@@ -446,8 +446,8 @@ def test_a_worker_that_hangs_as_it_loads_is_replaced(
 
     def loading() -> list[PoolWorker]:
         control.supervisor.tend()
-        known = {first.id, *(worker.id for worker in control.workers(pool, ended=True))}
-        return [each for each in control.workers(pool) if each.pid and each.id not in known]
+        ids = {first.id, *(worker.id for worker in control.workers(pool, ended=True))}
+        return [each for each in control.workers(pool) if each.pid and each.id not in ids]
 
     (second,) = until(loading)
     with monkeypatch.context() as patch:
@@ -540,8 +540,8 @@ def test_only_files_that_a_pool_can_name_are_models(control: Control) -> None:
 @pytest.mark.covers("ORCH-8")
 def test_the_kernel_counts_what_it_kills(control: Control) -> None:
     """A drill: the counter of the kernel's memory controller, not ours."""
-    own = memory.own_group()
-    if own is None or memory.parent_group(own) is None:
+    group = memory.own_group()
+    if group is None or memory.parent_group(group) is None:
         pytest.skip("the memory controller is not writable here")
     pool = control.running(memory_mib=256)
     (worker,) = control.workers(pool)
@@ -585,7 +585,7 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
 ) -> None:
     """With the recorded answers about an H200 whose pools began, worked, and held 100 GiB."""
     text = (RECORDED / "pools-nvidia-smi.txt").read_text().splitlines()
-    asked = text[0].removeprefix("$ nvidia-smi ")
+    query = text[0].removeprefix("$ nvidia-smi ")
     answers = [line for line in text if line.startswith("GPU-")]
     uuid = answers[0].partition(",")[0]
     # A scrape divides by the memory.
@@ -599,12 +599,12 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
         return memory.gpus()
 
     def read(answer: str) -> list[dict[str, Any]]:
-        return gpus(f'[ "$*" = "{asked}" ] || exit 2\necho "{answer}"\necho "{dead}"')
+        return gpus(f'[ "$*" = "{query}" ] || exit 2\necho "{answer}"\necho "{dead}"')
 
-    found = [read(answer) for answer in answers]
-    assert {each["id"] for (each,) in found} == {uuid}
-    assert {each["memory_bytes"] >> 20 for (each,) in found} == {143_771}
-    assert [each["memory_used_bytes"] >> 20 for (each,) in found] == [0, 879, 621, 0, 103_019]
+    lists = [read(answer) for answer in answers]
+    assert {each["id"] for (each,) in lists} == {uuid}
+    assert {each["memory_bytes"] >> 20 for (each,) in lists} == {143_771}
+    assert [each["memory_used_bytes"] >> 20 for (each,) in lists] == [0, 879, 621, 0, 103_019]
     assert gpus("echo 'No devices were found'; exit 6") == []
     assert gpus("echo 'No devices were found'") == []
     monkeypatch.setattr(memory, "_SMI_S", 0.2)

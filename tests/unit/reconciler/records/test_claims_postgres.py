@@ -82,14 +82,14 @@ def test_a_tenant_of_the_whole_machine_and_a_proof_take_turns(
 
 
 def _take_turns(
-    engine: sa.Engine, beside: Beside, one: Writes, other: Writes, *, refused: str
+    engine: sa.Engine, beside: Beside, first: Writes, other: Writes, *, refused: str
 ) -> None:
     def late() -> None:
         with transaction(engine) as conn:
             other(conn)
 
     with transaction(engine) as conn:
-        one(conn)
+        first(conn)
         second = beside(late)
         with pytest.raises(TimeoutError):
             second.result(A_WHILE_S)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from reconciler.db import clock, idempotency, journal, settings
+from reconciler.db import clock, idempotency, journal, rows, settings
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.idempotency import Answer, Call, once
@@ -162,12 +162,12 @@ def test_of_proofs_of_one_millisecond_the_last_is_the_newest(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database's clock has whole milliseconds with SQLite."""
-    add = proofs.rows.add
+    add = rows.add
 
     def at_once(conn: sa.Connection, kind: Any, values: dict[str, Any]) -> Any:
         return add(conn, kind, {**values, "created_at": 1000.0})
 
-    monkeypatch.setattr(proofs.rows, "add", at_once)
+    monkeypatch.setattr(rows, "add", at_once)
     proof = {"disk": "eui.1", "method": "discard", "verified": True}
     with transaction(site.engine) as conn:
         nodes.create(conn, site.act, id="n1")

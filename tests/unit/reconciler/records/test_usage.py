@@ -50,12 +50,12 @@ def test_from_active_to_the_request_of_its_release(sold: Site) -> None:
         assert [claim["slot_index"] for claim in running["claims"]] == [0, 1]
         launch.release(conn, allocation_id, sold.act)
         (over,) = usage.every(conn, ALWAYS)
-        (asked,) = (
+        (requested_at,) = (
             row.at
             for row in journal.history_of(conn, "allocation", allocation_id)
             if row.event == "release"
         )
-        assert (over["ended_at"], over["end_state"]) == (asked, "released")
+        assert (over["ended_at"], over["end_state"]) == (requested_at, "released")
         length = round(over["ended_at"] * 1000) - round(over["started_at"] * 1000)
         assert over["counted_ms"] == length
         wipe(sold, conn, allocation_id)
@@ -125,8 +125,8 @@ def test_adjacent_periods_add_up_exactly(sold: Site) -> None:
         (total,) = usage.totals(conn, Period(900.0, 3000.0))
         assert (total["allocations"], total["counted_ms"]) == (2, sum(whole.values()))
         assert total["gpu_ms"] == sum(whole.values())
-        own = usage.every(conn, Period(900.0, 3000.0), project_id="p1")
-        assert [row["allocation_id"] for row in own] == [first, second]
+        periods = usage.every(conn, Period(900.0, 3000.0), project_id="p1")
+        assert [row["allocation_id"] for row in periods] == [first, second]
         assert usage.every(conn, Period(900.0, 3000.0), project_id="none") == []
 
 

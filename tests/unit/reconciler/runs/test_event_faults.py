@@ -69,7 +69,7 @@ def history(chance: random.Random, *, ok: bool) -> list[Event]:
 
 
 def twice(chance: random.Random, events: list[Event]) -> list[Event]:
-    return [one for each in events for one in [each] * chance.randint(1, 3)]
+    return [repeated for each in events for repeated in [each] * chance.randint(1, 3)]
 
 
 def shuffled(chance: random.Random, events: list[Event]) -> list[Event]:
@@ -77,16 +77,16 @@ def shuffled(chance: random.Random, events: list[Event]) -> list[Event]:
 
 
 def dropped(chance: random.Random, events: list[Event]) -> list[Event]:
-    return [one for one in events if chance.random() < 0.7]
+    return [event for event in events if chance.random() < 0.7]
 
 
 def cut(chance: random.Random, events: list[Event]) -> list[Event]:
     """The end is missing, and of some events the inside."""
     whole = copy.deepcopy(events[: chance.randint(0, len(events))])
-    for one in whole:
+    for event in whole:
         if chance.random() < 0.4:
-            inside: Any = one["event_data"]
-            one["event_data"] = chance.choice(
+            inside: Any = event["event_data"]
+            event["event_data"] = chance.choice(
                 [None, "text", 7, [], {}, {key: inside[key] for key in list(inside)[:1]}]
             )
     return whole
@@ -105,8 +105,8 @@ def hear(tmp_path: Path, events: list[Event], *, ok: bool) -> tuple[Recorder, di
     progress = tmp_path / "progress.jsonl"
     progress.unlink(missing_ok=True)
     recorder = Recorder(progress)
-    for one in events:
-        assert recorder(one) is False
+    for event in events:
+        assert recorder(event) is False
     if progress.exists():
         for line in progress.read_text().splitlines():
             assert set(json.loads(line)) <= KEYS
@@ -120,16 +120,16 @@ def test_only_the_end_that_was_told_is_believed(tmp_path: Path, fault: Fault, se
         chance = random.Random(seed)  # noqa: S311
         ok = chance.random() < 0.5
         events = history(chance, ok=ok)
-        _, wanted = hear(tmp_path, events, ok=ok)
-        assert wanted["result"] == RESULTS[ok]
+        _, verdict = hear(tmp_path, events, ok=ok)
+        assert verdict["result"] == RESULTS[ok]
         heard = fault(chance, events)
         _, result = hear(tmp_path, heard, ok=ok)
-        ends = [one["event_data"] for one in heard if one["event"] == "playbook_on_stats"]
+        ends = [event["event_data"] for event in heard if event["event"] == "playbook_on_stats"]
         whole = any(isinstance(end, dict) and end.get("artifact_data") for end in ends)
         assert result["result"] == (RESULTS[ok] if whole else None), seed
         assert whole or (result["status"], bool(result["problem"])) == ("failed", True), seed
         if fault in (twice, late):
-            assert result == wanted, seed
+            assert result == verdict, seed
 
 
 @SEEDS
@@ -154,7 +154,7 @@ def test_one_lost_word_does_not_make_a_host_untouched(tmp_path: Path) -> None:
         event("runner_on_unreachable", 2, res={"msg": "gone"}),
     ]
     for left_out in range(len(events)):
-        heard = [one for place, one in enumerate(events) if place != left_out]
+        heard = [event for place, event in enumerate(events) if place != left_out]
         assert hear(tmp_path, heard, ok=False)[0].touched
     first = [events[0], event("runner_on_unreachable", 1, res={"msg": "gone"})]
     assert not hear(tmp_path, first, ok=False)[0].touched

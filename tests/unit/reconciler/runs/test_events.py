@@ -79,14 +79,14 @@ def test_why_a_host_was_not_reached_is_kept_and_is_only_text(tmp_path: Path) -> 
 
 def test_why_the_last_task_failed_is_kept_when_no_result_follows(tmp_path: Path) -> None:
     full = "No usable temporary directory found in ['/tmp']"
-    said = {"msg": "MODULE FAILURE: see stderr", "module_stderr": f"Traceback\n{full}\n"}
-    lost = {"event": "runner_on_failed", "event_data": {"task": "Look", "res": said}}
+    result = {"msg": "MODULE FAILURE: see stderr", "module_stderr": f"Traceback\n{full}\n"}
+    lost = {"event": "runner_on_failed", "event_data": {"task": "Look", "res": result}}
     verdict = judge(recorder(tmp_path, lost, stats(None)), "failed", 2, 1.0)
     expected = f"module_failed: MODULE FAILURE: see stderr Traceback {full}"
     assert (verdict["problem"], verdict["unreachable"]) == (expected, False)
     # The controller's own disk is not the host's.
-    own = {"msg": "Task failed: [Errno 28] No space left on device: '/runs/1/tmp'"}
-    lost["event_data"] = {"task": "Look", "res": own}
+    result = {"msg": "Task failed: [Errno 28] No space left on device: '/runs/1/tmp'"}
+    lost["event_data"] = {"task": "Look", "res": result}
     assert judge(recorder(tmp_path, lost, stats(None)), "failed", 2, 1.0)["problem"] == (
         "result_missing"
     )
@@ -124,7 +124,7 @@ def test_success_without_a_good_result_is_a_failure(
 def test_what_ansible_does_by_itself_is_what_it_says_of_itself() -> None:
     """A missing action would make every silent host count as touched."""
     package = ansible.plugins.action
-    own = {
+    local = {
         f"ansible.builtin.{item.name}"
         for item in pkgutil.iter_modules(package.__path__)
         if not importlib.import_module(
@@ -140,8 +140,8 @@ def test_what_ansible_does_by_itself_is_what_it_says_of_itself() -> None:
         )
         if name.startswith("ansible.builtin.")
     }
-    assert own and no_action
-    assert own | no_action == ON_CONTROLLER
+    assert local and no_action
+    assert local | no_action == ON_CONTROLLER
 
 
 @pytest.mark.covers("I13")

@@ -130,8 +130,8 @@ def _sockets(pair: Pair) -> list[Path]:
     """The open shared connections of a site, whose paths a hostile host can work out as well."""
     folders = (socket_directory(pair.folder, name) for name in ("node-a", "node-b", "127.0.0.1"))
     awx = [_of_awx(machine) for machine in (pair.a, pair.b)]
-    found = [path for folder in folders for path in folder.iterdir()]
-    return found + [path for path in awx if path.exists()]
+    sockets = [path for folder in folders for path in folder.iterdir()]
+    return sockets + [path for path in awx if path.exists()]
 
 
 def _of_awx(machine: Machine) -> Path:
@@ -159,9 +159,9 @@ def _runner(pair: Pair, machine: Machine, run_id: str) -> Outcome:
 
 def _by_hand(pair: Pair, machine: Machine, run_id: str) -> Outcome:
     config = pair.folder / f"{run_id}.conf"
-    known = pair.folder / f"{run_id}.known"
-    known.write_text(machine.known_hosts_line())
-    config.write_text(f"Host *\n  UserKnownHostsFile {known}\n")
+    hosts = pair.folder / f"{run_id}.known"
+    hosts.write_text(machine.known_hosts_line())
+    config.write_text(f"Host *\n  UserKnownHostsFile {hosts}\n")
     reach = Reach("127.0.0.1", USER, machine.port, pair.login, config)
     environment = reach.environment(pair.folder)
     site = dataclasses.replace(pair.site, ssh=None, environment=environment)
@@ -179,11 +179,11 @@ def _job(pair: Pair, machine: Machine, run_id: str) -> tuple[Site, RunSpec]:
     an ssh that knows both.
     """
     spec = pair.spec(machine, run_id)
-    known = pair.folder / "trust" / "known_hosts"
+    hosts = pair.folder / "trust" / "known_hosts"
     programs = pair.folder / "programs"
     programs.mkdir(exist_ok=True)
     program = programs / "ssh"
-    words = f'-o GlobalKnownHostsFile={known} -i {pair.login} "$@"'
+    words = f'-o GlobalKnownHostsFile={hosts} -i {pair.login} "$@"'
     program.write_text(f"#!/bin/sh\nexec {shutil.which('ssh')} {words}\n")
     program.chmod(0o755)
     environment = {"ANSIBLE_INJECT_FACT_VARS": "True", "PATH": f"{programs}:{SEARCH_PATH}"}

@@ -46,15 +46,15 @@ def test_a_host_logs_whose_request_it_was(
     site: Site, spec: MakeSpec, journal: Path, launcher: str
 ) -> None:
     environment = {"PYTHONPATH": str(journal.parent / "python")}
-    wanted = spec("run_logged")
+    run = spec("run_logged")
     if launcher == "awx":
         # A job has none of our environment: what it says is in the variables it is launched with.
         name = "ansible_target_log_info"
-        value = request.body(wanted)["extra_vars"][name]
-        wanted = spec("run_logged", **{name: value})
+        value = request.body(run)["extra_vars"][name]
+        run = spec("run_logged", **{name: value})
         environment["ANSIBLE_TARGET_LOG_INFO"] = ""
     given = dataclasses.replace(site, environment=environment)
-    run_dir = launch(given, wanted)
+    run_dir = launch(given, run)
     assert collect.wait(run_dir, LIMIT_S).outcome is not None
     lines = journal.read_text().splitlines()
     assert [line for line in lines if "ping" in line], collect.output(run_dir)

@@ -131,8 +131,8 @@ def _run(
 def main() -> None:
     app = application.create_app(Settings(), create_engine("sqlite://"))
 
-    def prepared(own: Settings, engine: Any) -> Any:
-        app.state.settings, app.state.engine = own, engine
+    def prepared(settings: Settings, engine: Any) -> Any:
+        app.state.settings, app.state.engine = settings, engine
         return app
 
     application.create_app = prepared

@@ -126,8 +126,8 @@ class Service:
         """The program itself, where this site is."""
         with TemporaryDirectory() as folder:
             log, output, status = (Path(folder) / name for name in ("log", "output", "status"))
-            own = {**self.environment(), **given}
-            pid = forge().start(words, own, log, output=output, status=status)
+            environment = {**self.environment(), **given}
+            pid = forge().start(words, environment, log, output=output, status=status)
             until(lambda: not alive(pid))
             code = int(status.read_text())
             return subprocess.CompletedProcess(words, code, output.read_text(), log.read_text())

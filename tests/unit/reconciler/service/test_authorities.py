@@ -182,7 +182,7 @@ def test_the_gateway_starts_with_that_folder_alone(tmp_path: Path) -> None:
     for file in service.state_dir.glob("reconciler.db*"):
         shutil.copy2(file, gateway.state_dir)
     address = f"127.0.0.1:{free_port()}"
-    known = open_trust(service.state_dir)
+    trust = open_trust(service.state_dir)
     words, environment = command(gateway, "gateway", address)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
@@ -190,24 +190,24 @@ def test_the_gateway_starts_with_that_folder_alone(tmp_path: Path) -> None:
         while True:
             assert process.poll() is None, (tmp_path / "log").read_text()
             with contextlib.suppress(OSError, asyncssh.Error):
-                asyncio.run(probe(known, *split(address)))
+                asyncio.run(probe(trust, *split(address)))
                 break
             time.sleep(0.1)
     finally:
         process.terminate()
         process.wait()
-    shutil.copy2(known.operator, folder)
+    shutil.copy2(trust.operator, folder)
     refused = run(gateway, "gateway", address)
     assert refused.returncode and "gateway_trust_excessive" in refused.stderr
 
 
 def command(settings: Settings, *words: str) -> tuple[list[str], dict[str, str]]:
     """A command of `gpuaas` on this machine; a second word is the gateway's address."""
-    own = {"GPUAAS_STATE_DIR": str(settings.state_dir)}
+    environment = {"GPUAAS_STATE_DIR": str(settings.state_dir)}
     if words[0] == "gateway":
-        own |= dict.fromkeys(("GPUAAS_MEMBER_ADDRESS", "GPUAAS_GATEWAY_LISTEN"), words[1])
+        environment |= dict.fromkeys(("GPUAAS_MEMBER_ADDRESS", "GPUAAS_GATEWAY_LISTEN"), words[1])
         words = words[:1]
-    return [sys.executable, "-m", "reconciler.cli.main", *words], {**os.environ, **own}
+    return [sys.executable, "-m", "reconciler.cli.main", *words], {**os.environ, **environment}
 
 
 def run(settings: Settings, *words: str) -> subprocess.CompletedProcess[str]:

@@ -116,8 +116,8 @@ def dial(address: tuple[str, int]) -> Iterator[Open]:
         return opened[-1]
 
     yield open_one
-    for one in opened:
-        one.close()
+    for connection in opened:
+        connection.close()
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def passes(service: Service, dial: Open, patient: None) -> Callable[[float], Non
     return passes
 
 
-def ended(one: socket.socket) -> bool:
+def ended(connection: socket.socket) -> bool:
     """Whether the service ends it, read to its end."""
     try:
-        while one.recv(1 << 16):
+        while connection.recv(1 << 16):
             pass
     except ConnectionResetError:
         pass
@@ -153,47 +153,47 @@ def ended(one: socket.socket) -> bool:
     return True
 
 
-def until_end(one: socket.socket, name: bytes) -> None:
+def until_end(connection: socket.socket, name: bytes) -> None:
     """Reads to the end of the answer of the route `name`."""
-    said = b""
-    while not said.endswith(name):
-        part = one.recv(1 << 16)
-        assert part, said
-        said = (said + part)[-100:]
+    tail = b""
+    while not tail.endswith(name):
+        part = connection.recv(1 << 16)
+        assert part, tail
+        tail = (tail + part)[-100:]
 
 
-def ask(one: socket.socket, name: bytes) -> None:
-    one.sendall(_HEAD % name)
-    until_end(one, name)
+def ask(connection: socket.socket, name: bytes) -> None:
+    connection.sendall(_HEAD % name)
+    until_end(connection, name)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", _POST, _POST + b"12345"])
 def test_a_peer_that_stops_before_the_end_of_a_request_is_cut(
     service: Service, dial: Open, sent: bytes
 ) -> None:
-    one = dial()
-    one.sendall(sent)
-    assert ended(one)
+    connection = dial()
+    connection.sendall(sent)
+    assert ended(connection)
     if sent.startswith(_POST):
         assert service.gone.wait(60)
 
 
 def test_single_bytes_give_no_more_time(dial: Open) -> None:
-    one = dial()
+    connection = dial()
     began = time.monotonic()
     with pytest.raises((ConnectionResetError, BrokenPipeError)):
         while time.monotonic() < began + 30 * _WAIT_S:
-            one.sendall(b"G")
+            connection.sendall(b"G")
             time.sleep(_WAIT_S / 10)
 
 
 @pytest.mark.parametrize("answer", [b"large", b"stream"])
 def test_a_peer_that_reads_no_answer_is_cut(service: Service, dial: Open, answer: bytes) -> None:
-    one = dial()
-    one.sendall(_HEAD % answer)
+    connection = dial()
+    connection.sendall(_HEAD % answer)
     until(lambda: service.lost)
     received = 0
-    while part := one.recv(1 << 20):
+    while part := connection.recv(1 << 20):
         received += len(part)
     assert received < 32 * BODY_LIMIT
 
@@ -201,35 +201,35 @@ def test_a_peer_that_reads_no_answer_is_cut(service: Service, dial: Open, answer
 def test_a_peer_that_reads_slowly_gets_its_answer(
     dial: Open, passes: Callable[[float], None]
 ) -> None:
-    one = dial()
-    one.sendall(_HEAD % b"stream")
+    connection = dial()
+    connection.sendall(_HEAD % b"stream")
     # The kernel's buffers are full long before the end.
     for _ in range(4):
         time.sleep(0.1)
         passes(_SHORT_S)
         for _ in range(64):
-            assert one.recv(1 << 16)
-    until_end(one, b"\r\n0\r\n\r\n")
+            assert connection.recv(1 << 16)
+    until_end(connection, b"\r\n0\r\n\r\n")
 
 
 def test_a_peer_that_asks_again_and_again_stays(
     dial: Open, passes: Callable[[float], None]
 ) -> None:
-    one = dial()
+    connection = dial()
     for _ in range(6):
-        ask(one, b"quick")
+        ask(connection, b"quick")
         passes(_SHORT_S)
-    ask(one, b"quick")
+    ask(connection, b"quick")
     passes(_LONG_S)
-    assert ended(one)
+    assert ended(connection)
 
 
 def test_work_of_the_service_may_take_longer(dial: Open, patient: None) -> None:
-    one = dial()
-    ask(one, b"slow")
+    connection = dial()
+    ask(connection, b"slow")
     # Two requests at once: the second one begins with the answer of the first.
-    one.sendall(_HEAD % b"quick" + _HEAD % b"slow")
-    until_end(one, b"slow")
+    connection.sendall(_HEAD % b"quick" + _HEAD % b"slow")
+    until_end(connection, b"slow")
 
 
 def test_a_terminal_may_be_quiet_for_longer(
@@ -249,9 +249,9 @@ def test_of_connections_that_come_at_once_the_oldest_are_cut(
     last = dial()
     ask(last, b"quick")
     until(lambda: service.lost >= 41 - 3)
-    for one in all_at_once:
-        one.settimeout(0.2)
-    assert sum(not ended(one) for one in all_at_once) < 3
+    for connection in all_at_once:
+        connection.settimeout(0.2)
+    assert sum(not ended(connection) for connection in all_at_once) < 3
 
 
 @pytest.mark.parametrize("most", [3])

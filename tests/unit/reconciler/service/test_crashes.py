@@ -78,13 +78,13 @@ def _comes_to_rest(stack: Stack, service: Service) -> None:
 def _kept(stack: Stack, service: Service, tenants: Tenants) -> None:
     service.check()
     with reading(stack.engine) as conn:
-        known = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
+        ids = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
         ends = Counter(conn.execute(sa.select(tables.tasks.c.state)).scalars())
         runs = set(conn.execute(sa.select(tables.tasks.c.run_id)).scalars()) - {""}
         slots = Counter(conn.execute(sa.select(tables.slots.c.status)).scalars())
     # What was promised is there, and nothing that nobody was promised.
-    assert known == set(tenants.launched.values())
-    assert len(known) > 3
+    assert ids == set(tenants.launched.values())
+    assert len(ids) > 3
     # A run outlives the service and is found again: none is lost, none began twice.
     assert set(ends) == {TaskState.SUCCEEDED}, service.log()[-3000:]
     assert set(service.began()) == runs

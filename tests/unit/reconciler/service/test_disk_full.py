@@ -109,9 +109,9 @@ def test_its_task_waits_and_says_why(
     task = selling.lease()
     settings = Settings(state_dir=tmp_path / "full", public_url=selling.settings.public_url)
 
-    def launch_on_a_full_disk(given: Site, wanted: RunSpec) -> Path:
+    def launch_on_a_full_disk(given: Site, spec: RunSpec) -> Path:
         with full(10):
-            return launch(given, wanted)
+            return launch(given, spec)
 
     monkeypatch.setattr(worker, "launch", launch_on_a_full_disk)
     stopping = threading.Event()
@@ -129,19 +129,19 @@ def test_its_task_waits_and_says_why(
 
 
 @pytest.mark.covers("CTRL-8", "CTRL-9", "I12")
-@pytest.mark.parametrize("known", [False, True], ids=["no keys yet", "keys"])
+@pytest.mark.parametrize("has_keys", [False, True], ids=["no keys yet", "keys"])
 def test_so_does_one_for_which_no_identity_can_be_made(
-    selling: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+    selling: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_keys: bool
 ) -> None:
     """The gateway's authority is asked for first. Our list of revoked keys is written anew before
     each run.
     """
     made = selling.client("member").post(PATH, json=BODY, headers={"Idempotency-Key": "k"}).json()
     settings = Settings(state_dir=tmp_path / "full", public_url=selling.settings.public_url)
-    if known:
+    if has_keys:
         open_trust(settings.state_dir)
-    place: Any = worker if known else slices
-    name = "_access" if known else "open_trust"
+    place: Any = worker if has_keys else slices
+    name = "_access" if has_keys else "open_trust"
     ask = getattr(place, name)
 
     def on_a_full_disk(*given: Any) -> Any:
@@ -156,17 +156,17 @@ def test_so_does_one_for_which_no_identity_can_be_made(
     with transaction(selling.engine) as conn:
         waits = queue.get(conn, task.id)
         assert (waits.state, waits.run_id) == (TaskState.WAITING, "")
-        state = "provisioning" if known else "requested"
+        state = "provisioning" if has_keys else "requested"
         assert allocations.get(conn, made["id"]).state == state
     shown = selling.client("admin").get(f"admin/tasks/{task.id}").json()["waits_for"]
     assert shown["code"] == "controller_unready"
-    assert ("File too large" if known else "keygen_failed") in shown["detail"]
+    assert ("File too large" if has_keys else "keygen_failed") in shown["detail"]
     with transaction(selling.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(not_before=None))
     monkeypatch.setattr(place, name, ask)
     again = selling.lease()
     assert again.error == {}
     begun: list[RunSpec] = []
-    monkeypatch.setattr(worker, "launch", lambda _site, wanted: begun.append(wanted))
+    monkeypatch.setattr(worker, "launch", lambda _site, spec: begun.append(spec))
     worker.attend(selling.engine, settings, again, stopping)
     assert [spec.run_id for spec in begun] == [f"{task.id}-1-1"]

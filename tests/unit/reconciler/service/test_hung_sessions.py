@@ -86,16 +86,16 @@ def hanging(site: Site, statement: str) -> Iterator[Callable[[], None]]:
     pipe = subprocess.PIPE
     with subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True, bufsize=1) as holder:
         assert holder.stdin is not None and holder.stdout is not None
-        said, told = holder.stdout, holder.stdin
+        stdout, stdin = holder.stdout, holder.stdin
 
         def limit() -> None:
             os.kill(holder.pid, signal.SIGCONT)
-            told.write("\n")
-            assert said.readline() == "limited\n"
+            stdin.write("\n")
+            assert stdout.readline() == "limited\n"
             os.kill(holder.pid, signal.SIGSTOP)
 
         try:
-            assert said.readline() == "locked\n"
+            assert stdout.readline() == "locked\n"
             os.kill(holder.pid, signal.SIGSTOP)
             yield limit
         finally:

@@ -88,9 +88,9 @@ def test_a_process_gives_up_when_a_newer_version_has_migrated_the_database(
             assert ended.wait(LIMIT_S)
             assert heartbeat.lease() is None
             with reading(engine) as conn:
-                term, (own,) = leader.read(conn, LOOPS), leader.processes(conn)
+                term, (row,) = leader.read(conn, LOOPS), leader.processes(conn)
             assert term is not None and not term["live"]
-            assert own["roles"] == ["api"] and own["version"] == program_version()
+            assert row["roles"] == ["api"] and row["version"] == program_version()
     finally:
         signal.signal(signal.SIGTERM, former)
     assert "a newer version has migrated the database" in caplog.text

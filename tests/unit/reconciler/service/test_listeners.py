@@ -38,10 +38,10 @@ def test_make_run_ends_with_an_address_and_a_login_that_works(tmp_path: Path) ->
     target = re.search(r"^run:.*\n\t@\$\(GPUAAS\) (.*)$", (PROJECT / "Makefile").read_text(), re.M)
     assert target
     words = [str(Path(sys.executable).with_name("gpuaas")), *target[1].split()]
-    own = {"GPUAAS_STATE_DIR": str(tmp_path), "GPUAAS_LISTEN": "127.0.0.1:0"}
+    environment = {"GPUAAS_STATE_DIR": str(tmp_path), "GPUAAS_LISTEN": "127.0.0.1:0"}
     process = subprocess.Popen(
         words,
-        env={**os.environ, **own},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

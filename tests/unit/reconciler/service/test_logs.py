@@ -56,11 +56,11 @@ def test_a_request_keeps_its_id_where_it_is_worked_on(
 ) -> None:
     """Handlers run in threads of a pool."""
     seen: list[dict[str, str]] = []
-    known = migrations.current
+    original = migrations.current
 
     def current(engine: Engine) -> str | None:
         seen.append(logs.ids())
-        return known(engine)
+        return original(engine)
 
     monkeypatch.setattr(migrations, "current", current)
     client = selling.client()

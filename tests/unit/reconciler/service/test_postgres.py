@@ -79,7 +79,7 @@ class Load:
         while not self._over.is_set():
             key = str(uuid.uuid4())
             try:
-                answer = insist(lambda own=key: self._launch(own))
+                answer = insist(lambda key=key: self._launch(key))
             except Problem as problem:
                 assert problem.code == "no_capacity"
                 time.sleep(0.05)
@@ -188,12 +188,12 @@ def _runners(engine: sa.Engine) -> set[str]:
 def _kept(engine: sa.Engine, service: Service, promised: set[str]) -> None:
     service.check()
     with reading(engine) as conn:
-        known = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
+        ids = set(conn.execute(sa.select(tables.allocations.c.id)).scalars())
         done = list(conn.execute(sa.select(tables.tasks.c.run_id, tables.tasks.c.runner)))
         states = set(conn.execute(sa.select(tables.tasks.c.state)).scalars())
         leads = leader.read(conn, leader.LOOPS)
-    assert known == promised
-    assert len(known) > MANY
+    assert ids == promised
+    assert len(ids) > MANY
     assert states == {TaskState.SUCCEEDED}, service.log()[-3000:]
     # Each run began once, whichever of the two had its task; and both had some.
     assert service.began() == {run: 1 for run, _ in done}

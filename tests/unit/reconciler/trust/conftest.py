@@ -87,7 +87,7 @@ class Api:
     """What the reconciler's side was asked, and answers."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.reply: Reply = lambda _body: (500, {})
         self.server: HTTPServer
         self.url = ""
@@ -100,7 +100,7 @@ def api() -> Iterator[Api]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.asked.append((self.path, body))
+            state.requests.append((self.path, body))
             status, document = state.reply(body)
             text = document if isinstance(document, str) else json.dumps(document)
             content = text.encode()

@@ -45,13 +45,13 @@ def shown(path: Path, certificate: str) -> list[str]:
     return keygen.run("-L", "-f", str(path)).splitlines()[1:]
 
 
-def by_ssh_keygen(folder: Path, authority: Path, key: str, wanted: Signature) -> str:
+def by_ssh_keygen(folder: Path, authority: Path, key: str, signature: Signature) -> str:
     """The same certificate made by `ssh-keygen -s`."""
     (folder / "subject.pub").write_text(key + "\n")
-    times = f"{wanted.valid_after:%Y%m%d%H%M%S}:{wanted.valid_before:%Y%m%d%H%M%S}"
-    kind = ["-h"] if wanted.host else []
-    names = ",".join(wanted.principals)
-    words = ["-I", wanted.key_id, "-n", names, "-V", times, "-z", str(wanted.serial), *kind]
+    times = f"{signature.valid_after:%Y%m%d%H%M%S}:{signature.valid_before:%Y%m%d%H%M%S}"
+    kind = ["-h"] if signature.host else []
+    names = ",".join(signature.principals)
+    words = ["-I", signature.key_id, "-n", names, "-V", times, "-z", str(signature.serial), *kind]
     keygen.run("-q", "-s", str(authority), *words, str(folder / "subject.pub"))
     return (folder / "subject-cert.pub").read_text().strip()
 
@@ -65,9 +65,9 @@ def test_ssh_keygen_signs_the_same_fields(
     ca = tmp_path / "ca"
     pair(ca, *AUTHORITIES[authority])
     key = pair(tmp_path / "key", "-t", *SUBJECTS[subject])
-    wanted = signature(host=host)
-    ours = certify(ca, key, wanted)
-    theirs = by_ssh_keygen(tmp_path, ca, key, wanted)
+    request = signature(host=host)
+    ours = certify(ca, key, request)
+    theirs = by_ssh_keygen(tmp_path, ca, key, request)
     assert shown(tmp_path / "ours", ours) == shown(tmp_path / "theirs", theirs)
     assert read_certificate(ours) == read_certificate(theirs)
 

@@ -75,7 +75,7 @@ def test_no_token_goes_over_plain_http(host: Host, api: Api, trust: ca.Trust) ->
     done = host.run(userdata(url, "node-1", TOKEN, address="127.0.0.1"))
     assert done.returncode == 1
     assert "enrolment failed" in host.text("syslog")
-    assert api.asked == []
+    assert api.requests == []
     _no_trace(host, done)
 
 
@@ -85,7 +85,7 @@ def test_a_host_is_enrolled(host: Host, api: Api, trust: ca.Trust) -> None:
     done = host.run(userdata(api.url, "node-1", TOKEN))
 
     assert done.returncode == 0, done
-    ((path, body),) = api.asked
+    ((path, body),) = api.requests
     assert path == "/api/v1/nodes/node-1/enrol"
     assert (body["token"], body["node_id"]) == (TOKEN, "node-1")
     certificate = read_certificate(host.text("etc/ssh/ssh_host_ed25519_key-cert.pub"))
@@ -129,7 +129,7 @@ def test_an_address_on_the_fabric_is_told(
     program.chmod(0o755)
     done = host.run(userdata(api.url, "node-1", TOKEN))
     assert done.returncode == 0, done
-    ((_path, body),) = api.asked
+    ((_path, body),) = api.requests
     assert (body["fabric_interface"], body["fabric_address"]) == expected
 
 
@@ -152,7 +152,7 @@ def test_a_machine_of_maas_fetches_its_script_with_a_ticket(
     fetch = userdata(api.url, "n1", "ticket-canary-0123456789", ticket=True)
     done = host.run(fetch)
     assert done.returncode == 0, done.stderr
-    *fetches, enrolment = api.asked
+    *fetches, enrolment = api.requests
     wish = ("/api/v1/nodes/n1/userdata", {"ticket": "ticket-canary-0123456789"})
     assert fetches == [wish] * 4
     assert (enrolment[0], enrolment[1]["token"]) == ("/api/v1/nodes/n1/enrol", TOKEN)
@@ -166,7 +166,7 @@ def test_an_answer_that_is_no_script_is_not_run(
 ) -> None:
     api.reply = lambda _body: answer
     done = host.run(userdata(api.url, "n1", TOKEN, ticket=True))
-    assert (done.returncode, len(api.asked)) == (1, 1)
+    assert (done.returncode, len(api.requests)) == (1, 1)
     assert "script" in host.text("syslog")
 
 
@@ -201,7 +201,7 @@ def test_a_stale_token_and_an_expired_certificate_are_named(
 
     api.reply = certifying(trust)
     assert host.run(userdata(api.url, "node-1", TOKEN)).returncode == 0
-    assert public.split()[1] in api.asked[-1][1]["host_key"], "the host keeps its key"
+    assert public.split()[1] in api.requests[-1][1]["host_key"], "the host keeps its key"
 
 
 def test_a_reconciler_out_of_reach_is_named(host: Host) -> None:
@@ -224,7 +224,7 @@ def test_over_tls_only_the_pinned_ca_counts(
         done = host.run(userdata(url, "node-1", TOKEN, ca=pin))
         assert done.returncode == 1
         assert "certificate" in host.text("syslog").splitlines()[-1]
-        assert api.asked == [], "the token went to a server that nobody vouched for"
+        assert api.requests == [], "the token went to a server that nobody vouched for"
     # One file with both, and a key that must not get out of it.
     authority.write_text("# ours\n" + other.read_text() + authority.read_text().strip())
     with authority.open("a") as handle:

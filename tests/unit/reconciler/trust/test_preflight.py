@@ -110,14 +110,14 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
     environment = preflight.environment(profile)
     assert environment["GPUAAS_SLICE_APPLY_BIOS"] == "0"
     settings = _preflight_command._Settings(environment)
-    asked = settings.request
+    request = settings.request
     assert settings.applies is False
-    assert list(asked.gpu_ids) == profile["gpu"]["ids"]
-    assert asked.expected_gpus == profile["gpu"].get("expected", 0)
-    assert list(asked.fabric_ids) == profile["fabric"]["pf_ids"]
-    assert asked.fabric_link == profile["fabric"]["link"]
-    assert list(asked.exclude_models) == profile["nvme"]["exclude_models"]
-    assert list(asked.not_applicable) == profile["not_applicable"]
+    assert list(request.gpu_ids) == profile["gpu"]["ids"]
+    assert request.expected_gpus == profile["gpu"].get("expected", 0)
+    assert list(request.fabric_ids) == profile["fabric"]["pf_ids"]
+    assert request.fabric_link == profile["fabric"]["link"]
+    assert list(request.exclude_models) == profile["nvme"]["exclude_models"]
+    assert list(request.not_applicable) == profile["not_applicable"]
     # The script's own repository is another profile's: where this one has none, nothing is asked.
     options = profile.get("racadm", {})
     assert {key: settings.install.get(key) for key in ("uri", "suite", "components")} == {
@@ -125,8 +125,8 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
         "suite": options.get("suite"),
         "components": options.get("components"),
     }
-    own = {name for part in standalone.FIRMWARE.settings for name in part}
-    assert environment.keys() >= own, "set, if only to nothing"
+    names = {name for part in standalone.FIRMWARE.settings for name in part}
+    assert environment.keys() >= names, "set, if only to nothing"
 
 
 @pytest.mark.parametrize("link", [{}, {"link": ""}])
@@ -153,11 +153,11 @@ def settled(environment: dict[str, str]) -> dict[str, str]:
 
 def test_where_maas_sets_nothing_the_script_asks_what_a_first_boot_asks() -> None:
     profile = yaml.safe_load((PROJECT / "profiles/xe9680l-h200.yml").read_text())
-    asked = {name: value for name, value in preflight.environment(profile).items() if value}
-    assert asked.pop("GPUAAS_SLICE_APPLY_BIOS") == "0"
-    assert settled({}) == asked
-    assert asked["GPUAAS_SLICE_GPU_EXPECTED"] == "8"
-    assert asked["GPUAAS_SLICE_NVME_EXCLUDE"] == "Dell BOSS"
+    settings = {name: value for name, value in preflight.environment(profile).items() if value}
+    assert settings.pop("GPUAAS_SLICE_APPLY_BIOS") == "0"
+    assert settled({}) == settings
+    assert settings["GPUAAS_SLICE_GPU_EXPECTED"] == "8"
+    assert settings["GPUAAS_SLICE_NVME_EXCLUDE"] == "Dell BOSS"
     # How many of another GPU there must be is not the profile's to say.
     others = settled({"GPUAAS_SLICE_GPU_IDS": "10de:26b9"})
     assert "GPUAAS_SLICE_GPU_EXPECTED" not in others
@@ -169,8 +169,8 @@ def test_what_a_profile_leaves_open_is_not_asked_of_its_machines() -> None:
     profile["gpu"] = {"ids": ["10de:2330"]}
     environment = preflight.environment(profile)
     assert settled(environment) == environment
-    asked = _preflight_command._Settings(environment).request
-    assert (asked.expected_gpus, list(asked.exclude_models)) == (0, [])
+    request = _preflight_command._Settings(environment).request
+    assert (request.expected_gpus, list(request.exclude_models)) == (0, [])
 
 
 def test_the_generated_script_reports_about_this_machine(

@@ -58,8 +58,8 @@ class Runs:
 
     def ends(self, status: str = "successful", **result: Any) -> None:
         document = {"schema": 1, "ok": status == "successful", "step": "", "error": {}, **result}
-        known = document if status in ("successful", "failed") else None
-        self.outcome = Outcome(status, known)
+        report = document if status in ("successful", "failed") else None
+        self.outcome = Outcome(status, report)
 
 
 @pytest.fixture

@@ -94,8 +94,8 @@ def test_a_task_whose_worker_is_gone_is_lost_and_frees_nothing(
     (fence,) = task.fences.values()
 
     look()
-    asked = current(sold, task)
-    assert (asked.state, asked.cancel_requested) == ("running", True)
+    canceled = current(sold, task)
+    assert (canceled.state, canceled.cancel_requested) == ("running", True)
     with transaction(sold.engine) as conn:
         row = journal.history_of(conn, "task", task.id)[-1]
         assert (row.event, row.reason) == ("cancel_requested", "still running past its deadline")

@@ -22,8 +22,8 @@ from tests.unit.reconciler.whole_machines import Machines
 def test_off_sale_and_back_by_discoveries_alone(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         mounted = sold.document(0)
-        own = slots.of_node(conn, "n1")[0].nvme_identity
-        (disk,) = (one for one in mounted["nvme"] if one["identity"] == own)
+        identity = slots.of_node(conn, "n1")[0].nvme_identity
+        (disk,) = (disk for disk in mounted["nvme"] if disk["identity"] == identity)
         disk["blockers"] = [{"code": "mounted", "detail": "/mnt"}]
         assert _discovered(conn, mounted) == ["disabled", "available"]
         assert _discovered(conn, sold.document(0)) == ["available", "available"]

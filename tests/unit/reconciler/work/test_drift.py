@@ -90,7 +90,7 @@ def test_the_leader_asks_and_the_records_learn(
 ) -> None:
     (task,) = loop()
     assert (task.kind, task.requested_by) == ("slice.drift_reconcile", "reconciler")
-    assert [one.id for one in loop()] == [task.id], "one is asked for already"
+    assert [row.id for row in loop()] == [task.id], "one is asked for already"
     with transaction(sold.engine) as conn:
         first = slots.of_node(conn, "n1")[0]
     holdings = nothing()
@@ -171,11 +171,11 @@ def test_a_stranger_on_a_tenants_slot_is_counted_although_the_slot_is_only_degra
     sold: Site, runs: Runs, attend: Attend, loop: Callable[..., list[Task]]
 ) -> None:
     with transaction(sold.engine) as conn:
-        own = sold.active(conn)
+        allocation_id = sold.active(conn)
         (slot,) = (slot for slot in slots.of_node(conn, "n1") if slot.status == "active")
     bundles = {slot.id: Bundle.of(vars(slot))}
     holdings = nothing()
-    tenant(holdings, own, bundles)
+    tenant(holdings, allocation_id, bundles)
     loop()
     runs.ends(evidence=evidence(sold, holdings))
     assert attend().result["differences"] == []
@@ -230,7 +230,7 @@ def test_it_can_be_switched_off(loop: Callable[..., list[Task]]) -> None:
 
 
 def test_it_is_one_of_the_leaders_loops() -> None:
-    assert [one.act for one in LOOPS if one.name == "drift"] == [loops.compare_hosts]
+    assert [loop.act for loop in LOOPS if loop.name == "drift"] == [loops.compare_hosts]
 
 
 @pytest.mark.covers("I13")
@@ -276,7 +276,7 @@ def test_tenants_go_first(sold: Site, loop: Callable[..., list[Task]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "one"),
+    ("part", "item"),
     [
         ("guards", {"cookie": "0xzz", "owner": "0" * 16}),
         ("ports", {"port": "gs1; reboot", "owner": "0" * 12}),
@@ -285,8 +285,8 @@ def test_tenants_go_first(sold: Site, loop: Callable[..., list[Task]]) -> None:
         ("domains", {"name": "x", "allocation_id": "", "state": "", "active": "yes"}),
     ],
 )
-def test_what_a_host_may_not_say(sold: Site, part: str, one: dict[str, Any]) -> None:
+def test_what_a_host_may_not_say(sold: Site, part: str, item: dict[str, Any]) -> None:
     holdings = nothing()
-    put(holdings, part, **one)
+    put(holdings, part, **item)
     with pytest.raises(ContractError, match="result_invalid"):
         contract.check_result(result(evidence(sold, holdings)))

@@ -42,11 +42,11 @@ def test_every_disk_of_a_run_has_the_time_of_one(sold: Site, kind: TaskKind) -> 
     task: Any = SimpleNamespace(deadline_s=60)
     with reading(sold.engine) as conn:
         work = Work(conn, task, nodes.get(conn, "n1"), profile, Settings())
-        one, four, many = (
+        single, four, many = (
             HANDLERS[kind].deadline_s(work, {KEYS[kind]: [{}] * disks}) for disks in (1, 4, 64)
         )
-    assert one > profile["deadlines"]["wipe"]
-    assert four - one == 3 * profile["deadlines"]["wipe"]
+    assert single > profile["deadlines"]["wipe"]
+    assert four - single == 3 * profile["deadlines"]["wipe"]
     assert many == LONGEST_S
 
 
@@ -80,7 +80,7 @@ def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
         sold.engine, settings, HANDLERS[TaskKind.SLICE_VM_RELEASE], task, "run-1"
     )
     with transaction(sold.engine) as conn:
-        before = {one.id: one.deadline_at for one in _held(conn, allocation_id)}
+        before = {row.id: row.deadline_at for row in _held(conn, allocation_id)}
         # Nothing has begun: what cannot be launched is given up as if it had not been tried.
         limit = DEADLINES["slot", SlotState.RELEASING].seconds
         now = clock.read(conn)
@@ -90,7 +90,7 @@ def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
         held = _held(conn, allocation_id)
         assert spec.deadline_s > limit
         assert len(held) == 5
-        assert all(one.deadline_at - now > spec.deadline_s for one in held)
+        assert all(row.deadline_at - now > spec.deadline_s for row in held)
         queue.extend_deadlines(conn, queue.get(conn, task.id))
         assert _held(conn, allocation_id) == held
         # Who saw the old deadline pass does not act on the new one.
@@ -102,5 +102,5 @@ def claim_slot(conn: sa.Connection, allocation_id: str) -> str:
 
 
 def _held(conn: sa.Connection, allocation_id: str) -> list[Allocation | Claim | Slot]:
-    own = allocations.get(conn, allocation_id)
-    return [own, *own.claims, *slots.of_node(conn, "n1")]
+    allocation = allocations.get(conn, allocation_id)
+    return [allocation, *allocation.claims, *slots.of_node(conn, "n1")]

@@ -76,7 +76,7 @@ def test_a_disk_of_the_host_that_takes_no_writes_has_its_name(outcome: Outcome, 
     assert set(error) == {"code", "expected", "found", "remedy"} and all(error.values())
 
 
-def asked(sold: Site) -> None:
+def enqueue_comparison(sold: Site) -> None:
     """A comparison of n1 is wanted."""
     with transaction(sold.engine) as conn:
         kind = TaskKind.SLICE_DRIFT_RECONCILE
@@ -96,13 +96,13 @@ def test_a_host_that_takes_no_writes_sells_nothing_until_a_run_ends_well(
         assert code(sold.allocate, conn) == "no_capacity"
     # What fails in other words does not show that there is room again.
     for outcome in (failed("nvme_missing", "else"), full):
-        asked(sold)
+        enqueue_comparison(sold)
         runs.outcome, runs.alive = outcome, False
         attend()
         with transaction(sold.engine) as conn:
             gate.open_gate(conn, "n1", ADMIN)
         assert statuses(sold) == ["cleanup_blocked", "disabled"]
-    asked(sold)
+    enqueue_comparison(sold)
     runs.alive = False
     runs.ends(evidence={"holdings": nothing(), "identity": sold.document(0)["identity"]})
     assert attend().state == "succeeded"

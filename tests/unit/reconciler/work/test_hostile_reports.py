@@ -85,7 +85,7 @@ def failed(evidence: dict[str, Any], **error: str) -> Outcome:
     return Outcome("failed", {"step": "s", "ok": False, "error": error, "evidence": evidence})
 
 
-def asked(conn: Connection, kind: TaskKind) -> Task:
+def request(conn: Connection, kind: TaskKind) -> Task:
     """A task of n1 that a worker has begun."""
     nodes.change(conn, "n1", ADMIN, profile="lab")
     queue.enqueue(conn, queue.Enqueue(kind, "n1"), ADMIN)
@@ -113,8 +113,8 @@ def drift(sold: Site) -> dict[str, Any]:
     with transaction(sold.engine) as conn:
         key = sold.active(conn)
         live = [slot for slot in slots.of_node(conn, "n1") if slot.status == "active"]
-    own = {slot.id: Bundle.of(vars(slot)) for slot in live}
-    holdings.tenant(held, key, own)
+    bundles = {slot.id: Bundle.of(vars(slot)) for slot in live}
+    holdings.tenant(held, key, bundles)
     return {"holdings": held, "identity": sold.document(0)["identity"]}
 
 
@@ -277,14 +277,14 @@ def test_no_host_speaks_for_the_disk_of_another(sold: Site, tmp_path: Path) -> N
     with transaction(sold.engine) as conn:
         slot_life.disable(conn, slots.of_node(conn, "n2")[0].id, ADMIN)
         (slot,) = slots.of_node(conn, "n2")
-        task = asked(conn, TaskKind.NODE_STORAGE_TRANSITION)
+        task = request(conn, TaskKind.NODE_STORAGE_TRANSITION)
     proof = {"disk": slot.nvme_identity, "verified": True, "method": "discard"}
     done = reported(sold, tmp_path, task, {"devices": [{"proof": proof}], "manifest": "m"})
     assert done.error["code"] == "disk_in_use"
     with reading(sold.engine) as conn:
         assert slots.of_node(conn, "n2") == [slot]
-        known = wipes.proofs_of_disk(conn, slot.nvme_identity)
-        assert {proof.node_id for proof in known} == {"n2"}
+        proofs = wipes.proofs_of_disk(conn, slot.nvme_identity)
+        assert {proof.node_id for proof in proofs} == {"n2"}
 
 
 REPORTS: dict[TaskKind, Callable[[Site], dict[str, Any]]] = {
@@ -302,7 +302,7 @@ def test_a_report_of_another_form_ends_its_task(sold: Site, tmp_path: Path, kind
     for path in ((), *chosen.sample(every, min(40, len(every)))):
         report = replaced(good, path, chosen.choice(VALUES)) if path else good
         with transaction(sold.engine) as conn:
-            task = asked(conn, kind)
+            task = request(conn, kind)
         done = reported(sold, tmp_path, task, report)
         assert done.state in ("succeeded", "failed"), path
         assert done.state == "succeeded" or done.error["code"], path
@@ -336,7 +336,7 @@ def test_no_count_of_a_host_fails_a_launch_or_raises_its_price(
 
 def test_a_failure_leaves_no_megabytes_with_its_task(sold: Site, tmp_path: Path) -> None:
     with transaction(sold.engine) as conn:
-        task = asked(conn, TaskKind.NODE_PARITY)
+        task = request(conn, TaskKind.NODE_PARITY)
     outcome = failed({"unrepaired": ["x" * 2_000_000]}, found="the cause")
     kept = ended(sold, tmp_path, task, outcome).error
     assert kept["found"] == "the cause" and "bytes" in kept["evidence"]["left_out"]
@@ -352,7 +352,7 @@ def test_comparisons_leave_no_megabytes_for_ever(
         report = {"holdings": holdings.nothing(), "identity": sold.document(0)["identity"]}
         with transaction(sold.engine) as conn:
             slot = slots.of_node(conn, "n1")[0].id
-            task = asked(conn, TaskKind.SLICE_DRIFT_RECONCILE)
+            task = request(conn, TaskKind.SLICE_DRIFT_RECONCILE)
         for fault in range(1000):
             texts = {"code": f"fault_{fault}", "expected": "x" * 50, "found": f"{number}" * 250}
             holdings.put(report["holdings"], "devices", slot_id=slot, **texts)
@@ -387,7 +387,7 @@ def test_blockers_leave_no_megabytes_for_ever(
             (TaskKind.NODE_PARITY, passed),
         ):
             with transaction(sold.engine) as conn:
-                task = asked(conn, kind)
+                task = request(conn, kind)
             assert reported(sold, tmp_path, task, report).state == "succeeded"
         with reading(sold.engine) as conn:
             on_sale = [slot.status == "available" for slot in slots.of_node(conn, "n1")]

@@ -118,8 +118,8 @@ class Maas:
     def locked(self) -> None:
         """We have locked it."""
         with transaction(self.engine) as conn:
-            known = nodes.get(conn, "m1").maas or {}
-            nodes.update(conn, "m1", maas={**known, "locked": True})
+            binding = nodes.get(conn, "m1").maas or {}
+            nodes.update(conn, "m1", maas={**binding, "locked": True})
 
     def queue(self, kind: TaskKind = DEPLOY) -> Task:
         with transaction(self.engine) as conn:
@@ -712,12 +712,12 @@ def test_a_returned_machine_that_somebody_deployed_keeps_its_installation(maas: 
     maas.maintain()
     maas.queue(RELEASE)
     assert maas.play().state == "succeeded"
-    asked = len(maas.asked())
+    count = len(maas.asked())
     maas.begin(machine())
     for kind in (DEPLOY, RELEASE):
         maas.queue(kind)
         assert maas.play().error["code"] == "maas_occupied"
-    assert "release" not in maas.asked()[asked:]
+    assert "release" not in maas.asked()[count:]
     # It is free again: what is installed then is ours.
     maas.begin(machine(status=4, owner=""))
     maas.queue(DEPLOY)
@@ -830,8 +830,8 @@ def test_maas_reads_the_disks_back_while_it_releases_a_machine_that_leaves(maas:
     maas.begin(scripts={script: file.read_text()}, failing={"12": 13})
     maas.queue(RELEASE)
     assert maas.play().error["code"] == "maas_failed"
-    (asked,) = (row for row in maas.manager.record()["requests"] if "release" in row["operation"])
-    assert asked["fields"]["scripts"] == script and asked["fields"]["erase"] == "false"
+    (request,) = (row for row in maas.manager.record()["requests"] if "release" in row["operation"])
+    assert request["fields"]["scripts"] == script and request["fields"]["erase"] == "false"
 
 
 def test_our_lock_is_taken_off_before_the_release_and_that_of_a_person_is_not(maas: Maas) -> None:

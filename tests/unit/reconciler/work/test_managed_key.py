@@ -153,7 +153,7 @@ def test_no_run_begins_for_an_instance_that_was_stopped_or_an_allocation_that_en
 def test_the_leader_renews_a_key_before_it_ends(
     machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend, settings: Settings
 ) -> None:
-    assert [one.act for one in LOOPS if one.name == "apps"] == [loops.tend_apps]
+    assert [loop.act for loop in LOOPS if loop.name == "apps"] == [loops.tend_apps]
     answers(runs)
     attend()
     loops.tend_apps(machines.engine, settings)
@@ -194,8 +194,8 @@ def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
         )
         # It comes first in the order in which they are looked at.
         broken, well = sorted([instance[0], str(apps.create(conn, wish, ADMIN).id)])
-        for one in (instance[1], key):
-            launch.release(conn, one, ADMIN)
+        for allocation_id in (instance[1], key):
+            launch.release(conn, allocation_id, ADMIN)
     left = app_operations.left
 
     def planted(conn: sa.Connection, row: Any, *given: Any) -> None:

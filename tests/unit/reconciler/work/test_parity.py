@@ -111,8 +111,8 @@ def test_a_conversion_proves_what_it_leads_to(mode: NodeMode, purpose: str) -> N
 @pytest.mark.covers("HOST-7")
 def test_the_nodes_own_address_is_what_the_host_is_measured_by(sold: Site) -> None:
     with transaction(sold.engine) as conn:
-        own = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
-        nodes.change(conn, "n1", ADMIN, **own)
+        fabric = {"fabric_interface": "ibp65s0", "fabric_address": "10.20.0.7/16"}
+        nodes.change(conn, "n1", ADMIN, **fabric)
         item = work(conn, "n1")
         variables(item)
         assert item.profile["fabric"]["interface"] == "ibp65s0"

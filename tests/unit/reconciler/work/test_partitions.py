@@ -103,9 +103,9 @@ def enqueue(sold: Site, kind: TaskKind) -> None:
 def audited(sold: Site) -> list[tuple[str, Any]]:
     with transaction(sold.engine) as conn:
         rows = journal.audit_rows(conn)
-    found = [(row.action, row.detail) for row in rows if row.action.startswith("fabric.")]
+    entries = [(row.action, row.detail) for row in rows if row.action.startswith("fabric.")]
     assert TOKEN not in str(rows)
-    return found[::-1]
+    return entries[::-1]
 
 
 def test_a_tenants_functions_are_in_its_partition_from_before_the_start_to_the_release(

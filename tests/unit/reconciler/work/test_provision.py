@@ -30,8 +30,8 @@ PROFILES = Path(__file__).parents[4] / "profiles"
 def test_a_limit_of_the_profile_goes_to_the_machine(limit: dict[str, int] | None) -> None:
     profile: dict[str, Any] = hardware_profile(PROFILES, "lab")
     shape = {name: value for name, value in profile["vm"].items() if name != "mgmt_qos"}
-    wanted = {"mgmt_qos": limit} if limit else {}
-    machine = slice_kinds.machine_shape({**profile, "vm": {**shape, **wanted}}, 2)
+    qos = {"mgmt_qos": limit} if limit else {}
+    machine = slice_kinds.machine_shape({**profile, "vm": {**shape, **qos}}, 2)
     assert machine["mgmt_attachment"] == "tap"
     assert machine["nested"] is False
     assert machine["vcpus"] == 2 * profile["vm"]["vcpus_per_gpu"]
@@ -184,8 +184,8 @@ def test_the_record_of_a_launch_keeps_no_cloud_config_of_its_tenant(
 ) -> None:
     """It may hold passwords. Records of tasks are kept for ever."""
     with transaction(sold.engine) as conn:
-        own = replace(sold.launch(1), user_data={"runcmd": ["canary"]})
-        key = launch.allocate(conn, own, ADMIN).id
+        request = replace(sold.launch(1), user_data={"runcmd": ["canary"]})
+        key = launch.allocate(conn, request, ADMIN).id
         (task,) = queue.every(conn)
         if end == "withdrawn":
             launch.release(conn, key, ADMIN)

@@ -83,11 +83,11 @@ def test_a_certificate_is_renewed_for_the_same_key_before_it_ends(
         assert certificates.ends(conn, ["n1"])["n1"] - clock.read(conn) > 89 * DAY
         assert sold.statuses(conn) == ["available", "available"], "the host is the same"
     loops.renew_certificates(sold.engine, settings)
-    assert [one.id for one in renewals(sold.engine)] == [task.id]
+    assert [row.id for row in renewals(sold.engine)] == [task.id]
 
 
 def test_the_leader_looks_for_certificates_that_end() -> None:
-    assert [one.act for one in LOOPS if one.name == "certificates"] == [loops.renew_certificates]
+    assert [loop.act for loop in LOOPS if loop.name == "certificates"] == [loops.renew_certificates]
 
 
 def test_a_renewal_that_fails_is_tried_again_the_next_day(

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.covers("CTRL-8")
 KILLED = replace(SILENT, status="lost", unreachable=False, touched=True, problem="process_gone")
 
 
-def wanted(sold: Site, kind: TaskKind = TaskKind.NODE_PARITY) -> None:
+def enqueue(sold: Site, kind: TaskKind = TaskKind.NODE_PARITY) -> None:
     with transaction(sold.engine) as conn:
         queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
 
@@ -45,7 +45,7 @@ def pause(sold: Site, task: Task) -> int:
 def test_another_run_of_its_own_a_few_times_and_later_each_time(
     sold: Site, runs: Runs, attend: Attend
 ) -> None:
-    wanted(sold)
+    enqueue(sold)
     runs.outcome = KILLED
     first = attend()
     assert (first.state, first.attempt, first.error["code"]) == ("queued", 2, "run_lost")
@@ -68,7 +68,7 @@ def test_another_run_of_its_own_a_few_times_and_later_each_time(
 def test_what_awx_lost_may_go_on_and_is_not_tried_again(
     sold: Site, runs: Runs, attend: Attend, problem: str
 ) -> None:
-    wanted(sold)
+    enqueue(sold)
     runs.outcome = replace(KILLED, problem=problem)
     ended = attend()
     assert (ended.state, ended.attempt, ended.error["code"]) == ("lost", 1, "run_lost")
@@ -87,7 +87,7 @@ def test_an_unknown_end_names_the_commands_that_end_the_doubt() -> None:
 
 
 def test_a_run_that_was_never_begun_is_tried_again(sold: Site, runs: Runs, attend: Attend) -> None:
-    wanted(sold)
+    enqueue(sold)
     runs.outcome = replace(KILLED, status="failed", problem="awx_error: x", begun=False)
     task = attend()
     assert (task.state, task.attempt, task.error["code"]) == ("queued", 2, "run_not_started")
@@ -97,8 +97,8 @@ def test_a_run_that_was_never_begun_is_tried_again(sold: Site, runs: Runs, atten
 def test_parity_does_not_go_before_the_discovery_that_it_compares_with(
     sold: Site, runs: Runs, attend: Attend
 ) -> None:
-    wanted(sold, TaskKind.SLICE_TOPOLOGY_DISCOVER)
-    wanted(sold, TaskKind.NODE_PARITY)
+    enqueue(sold, TaskKind.SLICE_TOPOLOGY_DISCOVER)
+    enqueue(sold, TaskKind.NODE_PARITY)
     runs.outcome = KILLED
     task = attend()
     assert (task.kind, task.state) == (TaskKind.SLICE_TOPOLOGY_DISCOVER, "queued")
@@ -112,7 +112,7 @@ def test_parity_does_not_go_before_the_discovery_that_it_compares_with(
 def test_a_host_that_was_lost_on_the_way_is_waited_for(
     sold: Site, runs: Runs, attend: Attend
 ) -> None:
-    wanted(sold)
+    enqueue(sold)
     runs.outcome = replace(SILENT, touched=True)
     task = attend()
     assert (task.state, task.error["code"]) == ("queued", "host_unreachable")
@@ -161,7 +161,7 @@ def test_what_a_repetition_cannot_change_is_final(
 def test_a_stranger_and_a_cancellation_are_final(
     sold: Site, runs: Runs, attend: Attend, outcome: Outcome
 ) -> None:
-    wanted(sold)
+    enqueue(sold)
     runs.outcome = outcome
     assert attend().finished_at is not None
 
@@ -169,7 +169,7 @@ def test_a_stranger_and_a_cancellation_are_final(
 def test_what_nobody_wants_any_more_is_not_tried_again(
     sold: Site, runs: Runs, attend: Attend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted(sold)
+    enqueue(sold)
     runs.outcome = KILLED
     monkeypatch.setattr(worker, "launch", canceled_at_launch(sold.engine, runs))
     assert attend().state == "lost"

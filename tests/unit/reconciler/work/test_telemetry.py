@@ -129,15 +129,15 @@ def test_a_guest_that_powers_itself_off_is_looked_at_before_its_host_may_restart
     with transaction(sold.engine) as conn:
         mine = sold.active(conn)
     parts = [{"allocation_id": mine, "host": {"state": s}} for s in ("running", "shut off")]
-    told = [Snapshot.read(json.dumps({"version": 1, "slices": [p]}).encode()) for p in parts]
-    for wanted, compared in ((0, False), (1, True)):
+    snapshots = [Snapshot.read(json.dumps({"version": 1, "slices": [p]}).encode()) for p in parts]
+    for count, compared in ((0, False), (1, True)):
         collector = Telemetry(sold.engine, SshAccess, drift=compared)  # type: ignore[arg-type]
-        for snapshot in (*told, told[1]):
+        for snapshot in (*snapshots, snapshots[1]):
             with transaction(sold.engine) as conn:
                 collector._record(conn, "n1", snapshot)  # type: ignore[arg-type]
         with reading(sold.engine) as conn:
             kinds = [task.kind for task in queue.every(conn)]
-        assert kinds.count(TaskKind.SLICE_DRIFT_RECONCILE) == wanted
+        assert kinds.count(TaskKind.SLICE_DRIFT_RECONCILE) == count
 
 
 @pytest.mark.covers("SLICE-8")
@@ -187,7 +187,7 @@ def test_a_host_whose_baseline_differs_is_compared_once_for_it(
 
     monkeypatch.setattr(drift, "queue_unasked", note)
 
-    def asked(collector: Telemetry, *differs: str) -> int:
+    def comparisons(collector: Telemetry, *differs: str) -> int:
         document = {**json.loads(path.read_text()), "differs": differs}
         path.write_text(json.dumps(document) if differs != ("ended",) else "")
         compared.clear()
@@ -195,20 +195,20 @@ def test_a_host_whose_baseline_differs_is_compared_once_for_it(
         return len(compared)
 
     off = Telemetry(hosts.site.engine, hosts.access, drift=False)
-    assert asked(off, "network_file") == 0
+    assert comparisons(off, "network_file") == 0
     collector = Telemetry(hosts.site.engine, hosts.access)
-    assert asked(collector) == 0
-    assert [asked(collector, "network_file") for _ in range(3)] == [1, 0, 0]
+    assert comparisons(collector) == 0
+    assert [comparisons(collector, "network_file") for _ in range(3)] == [1, 0, 0]
     # It is asked for again until it may be queued.
     queued[0] = False
-    assert [asked(collector, "host_disk_full") for _ in range(2)] == [1, 1]
+    assert [comparisons(collector, "host_disk_full") for _ in range(2)] == [1, 1]
     queued[0] = True
-    assert [asked(collector, "host_disk_full") for _ in range(2)] == [1, 0]
+    assert [comparisons(collector, "host_disk_full") for _ in range(2)] == [1, 0]
     # One whose telemetry a person has stopped prints nothing; a comparison starts it again.
     before = path.read_text()
-    assert asked(collector, "ended") == 1
+    assert comparisons(collector, "ended") == 1
     path.write_text(before)
-    assert asked(collector) == 0
+    assert comparisons(collector) == 0
     # The end of this process ends its questions; a host that it did not hear out is not compared.
     ending = Telemetry(hosts.site.engine, hosts.access)
     ending._stopping.set()

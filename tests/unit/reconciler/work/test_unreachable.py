@@ -211,7 +211,7 @@ def lose(site: Site, *node_ids: str) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The answers to come, and none after them; each question takes one."""
     script: list[str] = []
     monkeypatch.setattr(ssh, "probe", lambda _access, _node: script.pop(0))
@@ -219,7 +219,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return script
 
 
-def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) -> None:
+def test_silent_hosts_are_asked_until_they_answer(sold: Site, answers: list[str]) -> None:
     now = [0.0]
     hosts = watch_of(sold, now)
     assert hosts.look() == []
@@ -227,9 +227,9 @@ def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) 
     for at, answer in ((0, None), (FIRST_S, "refused"), (FIRST_S * 2, None), (FIRST_S * 3, "")):
         now[0] = at
         if answer is not None:
-            asked.append(answer)
+            answers.append(answer)
         silent = hosts.look()
-        assert asked == [], f"at {at} s the host was not asked"
+        assert answers == [], f"at {at} s the host was not asked"
     assert silent == ["n1"]
     assert state(sold) == "ready"
     with transaction(sold.engine) as conn:
@@ -242,7 +242,7 @@ def test_silent_hosts_are_asked_until_they_answer(sold: Site, asked: list[str]) 
 
 
 def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
-    sold: Site, asked: list[str]
+    sold: Site, answers: list[str]
 ) -> None:
     """It answers each question and refuses each run, of which every one costs seconds."""
     now = [0.0]
@@ -251,7 +251,7 @@ def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
     def until_answered() -> float:
         lose(sold, "n1")
         lost = now[0]
-        asked.append("")
+        answers.append("")
         while not hosts.look():
             now[0] += 1
         return now[0] - lost
@@ -331,7 +331,7 @@ def test_hosts_that_hang_again_and_again_wait_for_each_other_only(
         go.set()
 
 
-def test_a_probe_that_fails_counts_as_silence(sold: Site, asked: list[str]) -> None:
+def test_a_probe_that_fails_counts_as_silence(sold: Site, answers: list[str]) -> None:
     """For example on a machine without room for a process; the host is asked later."""
     now = [0.0]
     hosts = watch_of(sold, now)
@@ -340,8 +340,8 @@ def test_a_probe_that_fails_counts_as_silence(sold: Site, asked: list[str]) -> N
     now[0] = FIRST_S
     # The script is empty, so the question raises.
     assert hosts.look() == []
-    asked.append("")
-    assert hosts.look() == [] and asked, "it has its pause"
+    answers.append("")
+    assert hosts.look() == [] and answers, "it has its pause"
     now[0] = 3 * FIRST_S
     assert hosts.look() == ["n1"]
 

@@ -88,10 +88,10 @@ def test_a_real_process_is_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         problems = _confinement.problems([process.pid])
         assert (f"QEMU {process.pid} runs as root" in problems) is (os.getuid() == 0)
-        own = dict(
+        status = dict(
             row.partition(":")[::2] for row in Path("/proc/self/status").read_text().splitlines()
         )
-        filtered = own["Seccomp"].strip() == "2"
+        filtered = status["Seccomp"].strip() == "2"
         assert (f"QEMU {process.pid} has no seccomp filter" in problems) is not filtered
     finally:
         process.kill()

@@ -83,7 +83,7 @@ def test_a_hard_step_without_effect_still_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enrolled", "wanted", "code"),
+    ("enrolled", "node_id", "code"),
     [
         ("node-b", "node-a", "wrong_node"),
         ("node-b", "node-b", None),
@@ -95,13 +95,13 @@ def test_a_hard_step_without_effect_still_fails() -> None:
 )
 def test_a_host_refuses_the_run_of_another_node(
     enrolled: str | None,
-    wanted: str,
+    node_id: str,
     code: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_host, "ROOT", tmp_path)
-    monkeypatch.setenv(_change.RUN_NODE, wanted)
+    monkeypatch.setenv(_change.RUN_NODE, node_id)
     if enrolled is not None:
         _host.write("/etc/gpuaas/enrolment.env", f"A=1\nGPUAAS_NODE_ID={enrolled}\n")
     host, module = Host(), Module()

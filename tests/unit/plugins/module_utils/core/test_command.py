@@ -24,16 +24,16 @@ def test_a_program_that_cannot_be_killed_is_left_behind_at_its_deadline(
 ) -> None:
     """A dead disk or file server holds a program in the kernel, which no signal reaches."""
     monkeypatch.setattr(_command, "_END_S", 0.2)
-    begin, found = time.monotonic(), ""
+    begin, error = time.monotonic(), ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         try:
             _command.run(["stat", "--", f"{silent_mount}/file"], timeout=0.5)
         except Refusal as refusal:
-            found = f"{refusal.code}: {refusal.found}"
+            error = f"{refusal.code}: {refusal.found}"
         gc.collect()
     assert time.monotonic() - begin < 30
-    assert found == "command_hung: still running; it cannot be killed and its effect is unknown"
+    assert error == "command_hung: still running; it cannot be killed and its effect is unknown"
 
 
 def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:

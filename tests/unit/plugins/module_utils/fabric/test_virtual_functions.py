@@ -420,8 +420,8 @@ def test_lost_settings_move_no_function(
 
     boot(lose, lambda: None, lambda: None)
     assert guards() == [guarded(3000), guarded(3001)]
-    said = "cannot compare the guards: settings_unreadable: "
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
+    warning = "cannot compare the guards: settings_unreadable: "
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(warning)]
     # Neither does a restart of the service, nor a comparison.
     assert _virtual_functions.boot(_virtual_functions.SETTINGS) == 1
     with pytest.raises(Refusal, match="settings_unreadable"):

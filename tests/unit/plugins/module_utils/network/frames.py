@@ -155,53 +155,53 @@ class Sender:
         options: bytes = b"",
     ) -> Build:
         """A UDP packet; `to` is another MAC than the gateway's."""
-        own = self.guest.guard
+        nic = self.guest.guard
 
         def build(gateway: str, token: bytes) -> bytes:
-            body = udp(source or own.ip, target, sport, dport, token)
-            packet = ipv4(source or own.ip, target, 17, body, options=options)
-            return ether(hardware or own.mac, to or gateway, 0x0800, packet, tags=tags)
+            body = udp(source or nic.ip, target, sport, dport, token)
+            packet = ipv4(source or nic.ip, target, 17, body, options=options)
+            return ether(hardware or nic.mac, to or gateway, 0x0800, packet, tags=tags)
 
         return build
 
     def packet(self, target: str, protocol: int, lead: bytes = b"") -> Build:
-        own = self.guest.guard
+        nic = self.guest.guard
 
         def build(gateway: str, token: bytes) -> bytes:
-            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, protocol, lead + token))
+            return ether(nic.mac, gateway, 0x0800, ipv4(nic.ip, target, protocol, lead + token))
 
         return build
 
     def error(self, target: str, of: str) -> Build:
         """ICMP's word that a packet from another address to the public server was too large."""
-        own = self.guest.guard
+        nic = self.guest.guard
 
         def build(gateway: str, token: bytes) -> bytes:
             lost = ipv4(of, rig.WORLD, 6, tcp(of, rig.WORLD, 40000, 443, _ACK, token))
             head = struct.pack("!BBHHH", 3, 4, 0, 0, 68)
             body = head[:2] + struct.pack("!H", checksum(head + lost)) + head[4:] + lost
-            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, 1, body))
+            return ether(nic.mac, gateway, 0x0800, ipv4(nic.ip, target, 1, body))
 
         return build
 
     def segment(self, target: str, sport: int, dport: int, flags: int) -> Build:
-        own = self.guest.guard
+        nic = self.guest.guard
 
         def build(gateway: str, token: bytes) -> bytes:
-            body = tcp(own.ip, target, sport, dport, flags, token)
-            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, 6, body))
+            body = tcp(nic.ip, target, sport, dport, flags, token)
+            return ether(nic.mac, gateway, 0x0800, ipv4(nic.ip, target, 6, body))
 
         return build
 
     def fragment(self, target: str, offset: int, *, more: bool = False) -> Build:
         """A part of a UDP datagram, whose second and last part begins at BEHIND."""
-        own = self.guest.guard
+        nic = self.guest.guard
 
         def build(gateway: str, token: bytes) -> bytes:
             head = struct.pack("!4H", 4000, PORT, BEHIND + len(token), 0)
             body = (head + token).ljust(BEHIND, b"\0") if offset == 0 else token
             place = offset // 8 | (0x2000 if more else 0)
-            return ether(own.mac, gateway, 0x0800, ipv4(own.ip, target, 17, body, fragment=place))
+            return ether(nic.mac, gateway, 0x0800, ipv4(nic.ip, target, 17, body, fragment=place))
 
         return build
 
@@ -248,11 +248,11 @@ _ROUTE = bytes([131, 7, 4]) + ip(rig.BMC) + b"\0"
 
 def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
     """The attacks of one guest, most of them against another guest, and of outsiders against it."""
-    own, other, send = attacker.guard, victim.guard, Sender(attacker)
-    me, neighbour = (own.mac, own.ip), (other.mac, other.ip)
+    nic, other, send = attacker.guard, victim.guard, Sender(attacker)
+    me, neighbour = (nic.mac, nic.ip), (other.mac, other.ip)
 
     def inbound(source: str) -> Build:
-        return send.datagram(own.ip, source=source, hardware="02:00:00:00:00:99")
+        return send.datagram(nic.ip, source=source, hardware="02:00:00:00:00:99")
 
     listed = (
         # A guest's own traffic.
@@ -266,14 +266,14 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
         Attack(
             "ping the gateway",
             lambda gateway, token: ether(
-                own.mac, gateway, 0x0800, ipv4(own.ip, rig.GATEWAY, 1, icmp(8, token))
+                nic.mac, gateway, 0x0800, ipv4(nic.ip, rig.GATEWAY, 1, icmp(8, token))
             ),
             _HOST,
         ),
         Attack(
             "ask for an address",
             send.message(
-                lambda token: dhcp(1, own.mac, token),
+                lambda token: dhcp(1, nic.mac, token),
                 source="0.0.0.0",
                 target="255.255.255.255",
                 sport=68,
@@ -321,17 +321,17 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
         ),
         Attack(
             "answer ARP for the neighbour's IP",
-            send.announcement((own.mac, other.ip), rig.GATEWAY),
+            send.announcement((nic.mac, other.ip), rig.GATEWAY),
             kind="arp",
         ),
         Attack(
             "answer ARP as the gateway",
-            send.announcement((own.mac, rig.GATEWAY), other.ip),
+            send.announcement((nic.mac, rig.GATEWAY), other.ip),
             kind="arp",
         ),
         Attack(
             "answer ARP with another MAC",
-            send.announcement((other.mac, own.ip), rig.GATEWAY),
+            send.announcement((other.mac, nic.ip), rig.GATEWAY),
             kind="arp",
         ),
         Attack(
@@ -339,7 +339,7 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
             send.raw(0x0806, EVERYONE, struct.pack("!HHBBH", 1, 0x0800, 8, 16, 2)),
             kind="arp",
         ),
-        Attack("announce the own address", send.announcement(me, own.ip), kind="arp"),
+        Attack("announce the own address", send.announcement(me, nic.ip), kind="arp"),
         Attack(
             "ask for the neighbour by ARP", send.announcement(me, other.ip, operation=1), kind="arp"
         ),
@@ -372,7 +372,7 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
             "serve DHCP",
             send.message(
                 lambda token: dhcp(2, other.mac, token, operation=2),
-                source=own.ip,
+                source=nic.ip,
                 target="255.255.255.255",
                 sport=67,
             ),

@@ -236,11 +236,11 @@ class Rig:
             ("host", "", "tail", "-n", "9", str(self.folder / "ovs-vswitchd.out")),
         ):
             try:
-                told = self.run(words, place=self.place(place), timeout=20).stdout
+                output = self.run(words, place=self.place(place), timeout=20).stdout
             except (subprocess.SubprocessError, OSError) as failure:
-                told = repr(failure)
+                output = repr(failure)
             seen.append(f"# {place}: {' '.join(words)}")
-            seen += [line for line in told.splitlines() if re.search(used, line)]
+            seen += [line for line in output.splitlines() if re.search(used, line)]
         return "\n".join(seen)
 
     def close(self) -> None:

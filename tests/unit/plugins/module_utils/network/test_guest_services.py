@@ -323,11 +323,11 @@ def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
         while b"\x04mine" not in server.recv(2048):
             pass
         with rigs.inside(rig.place(B.place)):
-            asked = socket.create_connection((rigs.GATEWAY, 53), timeout=30)
-        with asked:
+            connection = socket.create_connection((rigs.GATEWAY, 53), timeout=30)
+        with connection:
             text = question("gpuaas-parity.invalid")
-            asked.sendall(len(text).to_bytes(2, "big") + text)
-            assert asked.recv(2048)[2:4] == text[:2]
+            connection.sendall(len(text).to_bytes(2, "big") + text)
+            assert connection.recv(2048)[2:4] == text[:2]
         assert refused(rig)["name_queries"] > 300
         assert refused(rig, B)["name_queries"] == 0
     finally:
@@ -360,7 +360,7 @@ def _udp(place: contextlib.AbstractContextManager[None]) -> socket.socket:
 def test_names_of_neighbours_and_of_the_host_are_not_served(rig: Rig) -> None:
     assert lease(rig, A, b"neighbour") == A.guard.ip
     lines = map(str.split, Path("/etc/hosts").read_text().splitlines())
-    own = next(words[1] for words in lines if len(words) > 1 and words[0] == "127.0.0.1")
+    hostname = next(words[1] for words in lines if len(words) > 1 and words[0] == "127.0.0.1")
     # B asks: the flood above may have used up A's queries of this second.
     with _udp(rigs.inside(rig.place(B.place))) as handle:
         handle.settimeout(30)
@@ -368,7 +368,7 @@ def test_names_of_neighbours_and_of_the_host_are_not_served(rig: Rig) -> None:
             (f"{'.'.join(reversed(A.guard.ip.split('.')))}.in-addr.arpa", 12, 1),
             ("version.bind", 16, 3),
             ("neighbour", 1, 1),
-            (own, 1, 1),
+            (hostname, 1, 1),
         ):
             handle.sendto(question(name, kind, group), (rigs.GATEWAY, 53))
             answer = handle.recv(2048)

@@ -55,9 +55,9 @@ def send(
 
     Until the host has seen them: it answers a question that the guest asks behind them.
     """
-    gateway, own = rigs.hardware_address(rig.host, "ovsbr0"), guest.guard
+    gateway, guard = rigs.hardware_address(rig.host, "ovsbr0"), guest.guard
     nobody = "00:00:00:00:00:00"
-    question = frames.arp(own.mac, 1, (own.mac, own.ip), (nobody, rigs.GATEWAY), b"")
+    question = frames.arp(guard.mac, 1, (guard.mac, guard.ip), (nobody, rigs.GATEWAY), b"")
     with rigs.packet_socket(rig.place(guest.place), "eth0") as handle:
         for n, sport in enumerate([*range(first, first + number), *([last] if last else [])]):
             build = frames.Sender(guest).datagram(rigs.WORLD, sport=sport)
@@ -69,7 +69,7 @@ def send(
             handle.send(question)
             time.sleep(0.02)
             with contextlib.suppress(BlockingIOError):
-                while not (frame := handle.recv(2048)).startswith(frames.mac(own.mac)):
+                while not (frame := handle.recv(2048)).startswith(frames.mac(guard.mac)):
                     pass
                 return frame[12:14] == b"\x08\x06" and frame[21] == 2
             return False

@@ -261,8 +261,8 @@ def test_a_silent_port_gets_no_rule(rig: Rig) -> None:
 def test_a_wrong_rule_is_refused_before_anything_changes(
     rig: Rig, service: socket.socket, fields: dict[str, Any], code: str
 ) -> None:
-    own = f"/proc/{os.getpid()}"
-    _host.write(f"{own}/status", "Name:\tpython3\nPPid:\t77\n")
+    process = f"/proc/{os.getpid()}"
+    _host.write(f"{process}/status", "Name:\tpython3\nPPid:\t77\n")
     _host.write("/proc/77/environ", f"A=1\0SSH_CONNECTION=10.20.0.1 5 {rigs.MANAGEMENT} 22\0")
     others = _ingress.Kept().with_rule(_ingress.check(new_rule(public_port=PORT + 2)))
     _ingress.save(B.guard.allocation_id, others)
@@ -317,8 +317,8 @@ def test_a_broken_file_opens_nothing_until_the_release(rig: Rig, service: socket
     file.write_text(text)
     rig.restore()
     for rule in (removed, live, new_rule(public_port=PORT + 3)):
-        for wanted in (PRESENT, ABSENT):
-            assert refusal({**wanted, "rule": rule}) == "ingress_file_unreadable"
+        for params in (PRESENT, ABSENT):
+            assert refusal({**params, "rule": rule}) == "ingress_file_unreadable"
     assert (file.read_text(), _firewall.forwarded()) == (text, [])
     file.write_text(whole)
     rig.restore()

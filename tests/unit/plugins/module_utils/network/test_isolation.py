@@ -386,14 +386,14 @@ def test_the_host_connects_from_a_port_that_a_guest_has(rig: Rig) -> None:
     with rigs.inside(rig.place("world")):
         listener = socket.create_server((rigs.WORLD, 7100))
     with rigs.inside(rig.host):
-        own = socket.create_connection(
+        host_socket = socket.create_connection(
             (rigs.WORLD, 7100), timeout=30, source_address=(rigs.UPLINK, 40000)
         )
-    with client, server, listener, own:
+    with client, server, listener, host_socket:
         accepted, (_address, port) = listener.accept()
         with accepted:
             assert server.getpeername()[1] == 40000 != port
-            for sender, receiver in ((client, server), (own, accepted)):
+            for sender, receiver in ((client, server), (host_socket, accepted)):
                 sender.sendall(b"mine")
                 assert receiver.recv(100) == b"mine"
 
@@ -511,20 +511,20 @@ def within(networks: Iterable[str], address: ipaddress.IPv4Address) -> bool:
 
 def may_pass(source: str, kind: str, sender: str, target: str, ports: tuple[int, int]) -> bool:
     """Whether a guest's new frame may come to the host, by the registry of special addresses."""
-    address, own = ipaddress.IPv4Address(target), sender == A.guard.ip
+    address, genuine = ipaddress.IPv4Address(target), sender == A.guard.ip
     if source != A.guard.mac or kind == "ipv6":
         return False
     if kind == "arp":
-        return own and target == rigs.GATEWAY
+        return genuine and target == rigs.GATEWAY
     if kind == "udp" and ports == (68, 67) and target == "255.255.255.255":
-        return own or sender == "0.0.0.0"
+        return genuine or sender == "0.0.0.0"
     if target == rigs.GATEWAY:
         service = (kind in ("tcp", "udp") and ports[1] == 53) or (kind, *ports) == ("udp", 68, 67)
     else:
         private = not address.is_global or address.is_multicast or within(["192.0.0.0/24"], address)
         allowed = within(rigs.NETWORK["allowed_networks"], address) or not private
         service = allowed and not within((*HOSTS, *rigs.NETWORK["denied_networks"]), address)
-    return own and service and (kind, ports[0]) != ("udp", 67)
+    return genuine and service and (kind, ports[0]) != ("udp", 67)
 
 
 # Addresses and broadcast addresses of the rig's host.
@@ -537,8 +537,8 @@ NETWORKS = (
 
 
 def edges(network: str) -> list[str]:
-    known = ipaddress.IPv4Network(network)
-    first, last = int(known.network_address), int(known.broadcast_address)
+    subnet = ipaddress.IPv4Network(network)
+    first, last = int(subnet.network_address), int(subnet.broadcast_address)
     numbers = (max(first - 1, 0), first, last, min(last + 1, 2**32 - 1))
     return [str(ipaddress.IPv4Address(number)) for number in numbers]
 

@@ -205,15 +205,15 @@ def test_a_host_that_asks_its_own_dnsmasq_is_refused(systemd: Systemd, server: s
 
 def test_names_of_the_hosts_file_are_not_served_through_its_resolver(systemd: Systemd) -> None:
     """systemd-resolved, as Ubuntu has it, answers from /etc/hosts to whoever asks it."""
-    own = "resolv-file=/run/systemd/resolve/resolv.conf"
+    line = "resolv-file=/run/systemd/resolve/resolv.conf"
     _host.write("/etc/resolv.conf", "#nameserver 127.0.0.53\nnameserver 192.0.2.53\n")
     drive()
-    assert own not in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
+    assert line not in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
     _host.write("/run/systemd/resolve/stub-resolv.conf", "# stub\nnameserver 127.0.0.53\n")
     _host.path("/etc/resolv.conf").unlink()
     _host.path("/etc/resolv.conf").symlink_to("../run/systemd/resolve/stub-resolv.conf")
     assert "restart_dnsmasq" in drive().done
-    assert own in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
+    assert line in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
     assert not drive().changed
 
 

@@ -51,13 +51,13 @@ class Boot:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.data: dict[str, bytes] = {"Boot0001": entry(OWN), "Boot0002": entry(TENANT)}
-        self.own, self.guids = ESP, {(1, str(uuid.uuid4()))}
+        self.esp, self.guids = ESP, {(1, str(uuid.uuid4()))}
         self.slots = [{"nvme_device": f"/dev/disk/by-id/nvme-eui.{TENANT}"}]
         self.disks = [disk(OWN, "nvme0n1"), disk(TENANT, "nvme1n1")]
         self.signatures: dict[str, list[str]] = {}
         patch = monkeypatch.setattr
         patch(_efi_variables, "variables", lambda: (self.data, {}))
-        patch(_firmware_inventory, "own_partition", lambda: self.own)
+        patch(_firmware_inventory, "own_partition", lambda: self.esp)
         patch(_firmware_inventory, "partition_guids", lambda *_disk: self.guids)
 
     def usage(self, disk: _block.Disk) -> _block.Usage:
@@ -91,7 +91,7 @@ def test_an_approved_disk_before_the_hosts_own_entry_fails(boot: Boot) -> None:
     boot.data["Boot0001"] = entry(partition=ESP)
     assert boot.order(7, 1, 2).status == "WARN"
     assert boot.order(1, following=2).status == "FAIL"
-    boot.own = ""
+    boot.esp = ""
     assert boot.order(1, 2).status == "FAIL"
 
 

@@ -58,14 +58,14 @@ def parts(
         memory = [1024, memory_mib - 1024]
         for number, (devices, size) in enumerate(zip(homes, memory, strict=True)):
             count = first if number == 0 else vcpus - first
-            own = pins[:first] if number == 0 else pins[first:]
+            cpus = pins[:first] if number == 0 else pins[first:]
             node = 2 * number + draw(st.integers(0, 1))
             cells.append(
                 Cell(
                     numa_node=node,
                     vcpus=count,
                     memory_mib=size,
-                    cpus=tuple(own),
+                    cpus=tuple(cpus),
                     devices=tuple(devices),
                 )
             )

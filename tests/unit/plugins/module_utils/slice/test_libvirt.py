@@ -134,14 +134,14 @@ def test_a_guest_that_powers_off_late_is_waited_for(script: Script) -> None:
     with pytest.raises(Refusal, match="stale_fence"):
         _libvirt.settled("a", lost)
     script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 1)))
-    assert _libvirt.settled("a", list) == _libvirt.State("shut off", 1, asked=True)
+    assert _libvirt.settled("a", list) == _libvirt.State("shut off", 1, stop_requested=True)
 
 
 def test_a_guest_that_ignores_the_request_runs_on(script: Script) -> None:
     script.on(*LOOK, "a", out=stats(a=(1, 1)))
     script.on(*VIRSH, "shutdown", "a")
     assert not _libvirt.shut_down("a", deadline=0.01, check=list)
-    assert _libvirt.settled("a", list) == _libvirt.State("running", 1, asked=True)
+    assert _libvirt.settled("a", list) == _libvirt.State("running", 1, stop_requested=True)
     assert not _libvirt.stops("a")
 
 

@@ -347,7 +347,7 @@ def test_a_guest_that_ignored_its_stop_powers_off_by_itself_again(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drive(PARAMS)
-    host.life = Life("running", 1, asked=True)
+    host.life = Life("running", 1, stop_requested=True)
 
     def forget(_name: str) -> None:
         host.life = Life("running", 1)

@@ -298,7 +298,7 @@ def program(channel: socket.socket) -> Iterator[threading.Event]:
     """
     master, slave = os.openpty()
     tty.setraw(slave)
-    stop, said = threading.Event(), threading.Event()
+    stop, answered = threading.Event(), threading.Event()
 
     def join() -> None:
         connection, _ = channel.accept()
@@ -307,7 +307,7 @@ def program(channel: socket.socket) -> Iterator[threading.Event]:
                 for ready in select.select([master, connection], [], [], 0.1)[0]:
                     if ready == master:
                         connection.sendall(os.read(master, 4096))
-                        said.set()
+                        answered.set()
                     elif data := connection.recv(4096):
                         os.write(master, data)
                     else:
@@ -318,7 +318,7 @@ def program(channel: socket.socket) -> Iterator[threading.Event]:
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
     try:
-        yield said
+        yield answered
     finally:
         stop.set()
         process.kill()
@@ -362,13 +362,13 @@ def test_a_request_that_waited_for_the_guest_has_the_time_that_is_left(
 
 
 def test_what_may_still_pass_is_tried_until_its_deadline(channel: socket.socket) -> None:
-    with socket.socket() as late, program(channel) as said:
+    with socket.socket() as late, program(channel) as answered:
         late.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{late.getsockname()[1]}"
 
         def listen() -> None:
             """Later than the first try, behind which the other probe has answered."""
-            assert said.wait(90)
+            assert answered.wait(90)
             time.sleep(1)
             late.listen()
 
@@ -471,10 +471,10 @@ hca_id:\tmlx5_1
 def test_rdma_devices_and_active_ports_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str, end: int, detail: str
 ) -> None:
-    said = DEVINFO.format(second=second)
+    output = DEVINFO.format(second=second)
     program = tmp_path / "ibv_devinfo"
     program.write_text(
-        f"#!/bin/sh\nprintf '%s' '{said}'\necho Failed to get IB devices list >&2\nexit {end}\n"
+        f"#!/bin/sh\nprintf '%s' '{output}'\necho Failed to get IB devices list >&2\nexit {end}\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

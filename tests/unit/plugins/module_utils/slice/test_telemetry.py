@@ -428,9 +428,9 @@ def test_the_guest_reads_its_gpus_and_says_what_the_host_accepts() -> None:
     assert rows[1]["memory_used_bytes"] == 1 << 30 and rows[0]["power_w"] == 72.28
     assert set(rows[0]) == set(_guest_values.GPU)
     assert "utilisation_percent" not in rows[1] and "ecc_corrected" not in rows[1]
-    said = {**_guest_telemetry.machine(), "cuda": _guest_telemetry.cuda(), "gpus": rows, "xid": 79}
-    assert _guest_values.accept(json.dumps(said).encode()) == said
-    assert said.keys() == {*_guest_values.GUEST, "cuda", "gpus"}
+    data = {**_guest_telemetry.machine(), "cuda": _guest_telemetry.cuda(), "gpus": rows, "xid": 79}
+    assert _guest_values.accept(json.dumps(data).encode()) == data
+    assert data.keys() == {*_guest_values.GUEST, "cuda", "gpus"}
 
 
 def test_the_last_error_of_the_driver_is_that_of_the_kernels_log() -> None:

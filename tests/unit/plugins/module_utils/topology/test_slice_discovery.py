@@ -467,7 +467,7 @@ def test_the_machine_is_named_and_the_serial_number_of_a_virtual_one_is_not_beli
     ):
         machine.file(f"/sys/class/dmi/id/{name}", f"{text}\n")
     machine.file("/proc/cpuinfo", "flags\t\t: fpu vmx\n")
-    known = {"vendor": "Dell Inc.", "product": "PowerEdge XE9680L", "serial": "7XK2P43"}
-    assert checked(_slice_discovery.discover(PROFILE))["machine"] == known
+    identity = {"vendor": "Dell Inc.", "product": "PowerEdge XE9680L", "serial": "7XK2P43"}
+    assert checked(_slice_discovery.discover(PROFILE))["machine"] == identity
     machine.file("/proc/cpuinfo", "flags\t\t: fpu vmx hypervisor\n")
-    assert checked(_slice_discovery.discover(PROFILE))["machine"] == {**known, "serial": ""}
+    assert checked(_slice_discovery.discover(PROFILE))["machine"] == {**identity, "serial": ""}

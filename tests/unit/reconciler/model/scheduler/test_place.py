@@ -111,7 +111,7 @@ def test_nvlink_sets_of_modules() -> None:
     assert explanation["summary"] == "2 GPUs free, no 2 that NVLink joins on one node"
     assert (explanation["free"], explanation["largest"]) == (2, 1)
     assert explanation["nearest"] == [{"gpus": 1, "region": "", "pool": ""}]
-    unknown = [replace(one, module=-1) for one in slots]
+    unknown = [replace(slot, module=-1) for slot in slots]
     assert place(Snapshot.of([node("a", *unknown, nvlink_sets=sets)]), Want(2)) is None
 
 
@@ -140,8 +140,8 @@ def test_reasons() -> None:
 
 def test_a_shared_card_in_use_is_taken() -> None:
     used = slot(0, status="active", fabric="card", own_function=False)
-    wanted = slot(1, fabric="card", own_function=False)
-    assert place(Snapshot.of([node("a", used, wanted)]), Want(1)) is None
+    free = slot(1, fabric="card", own_function=False)
+    assert place(Snapshot.of([node("a", used, free)]), Want(1)) is None
 
 
 def test_filters_and_switches() -> None:
@@ -229,7 +229,7 @@ def fleet(shape: Any) -> list[NodeView]:
 
 
 def allowed(view: NodeView, group: tuple[SlotView, ...]) -> bool:
-    modules = frozenset(one.module for one in group)
+    modules = frozenset(slot.module for slot in group)
     joined = not view.nvlink_sets or len(group) == 1 or modules in view.nvlink_sets
     return joined and (len(modules) == len(group) or not view.nvlink_sets or len(group) == 1)
 
@@ -237,14 +237,14 @@ def allowed(view: NodeView, group: tuple[SlotView, ...]) -> bool:
 def free_slots(view: NodeView) -> list[SlotView]:
     """Those that can be sold: of the slots that share a card one, and none while it is in use."""
     idle = ("available", "disabled")
-    cards = {one.fabric for one in view.slots if one.status not in idle}
+    cards = {slot.fabric for slot in view.slots if slot.status not in idle}
     free = []
-    for one in sorted(view.slots, key=lambda one: one.index):
-        sellable = not view.refusal and one.status == "available" and one.complete
-        if sellable and one.exclusive_device and one.proven and one.fabric not in cards:
-            free.append(one)
-            if not one.own_function:
-                cards.add(one.fabric)
+    for slot in sorted(view.slots, key=lambda slot: slot.index):
+        sellable = not view.refusal and slot.status == "available" and slot.complete
+        if sellable and slot.exclusive_device and slot.proven and slot.fabric not in cards:
+            free.append(slot)
+            if not slot.own_function:
+                cards.add(slot.fabric)
     return free
 
 
@@ -254,18 +254,18 @@ def rank(view: NodeView, group: tuple[SlotView, ...]) -> tuple[Any, ...]:
     A node that is sliced already; near, so few NUMA nodes and few switches; tight, so little left
     on the node, beside the group and on its switches; and then the names, so that no two are equal.
     """
-    numa = [one.numa_node for one in group]
-    switches = [(one.numa_node, one.switch) for one in group]
-    rest = [one for one in free_slots(view) if one not in group]
+    numa = [slot.numa_node for slot in group]
+    switches = [(slot.numa_node, slot.switch) for slot in group]
+    rest = [slot for slot in free_slots(view) if slot not in group]
     return (
-        all(one.status in ("available", "disabled") for one in view.slots),
+        all(slot.status in ("available", "disabled") for slot in view.slots),
         len(set(numa)),
         len(set(switches)),
         len(rest),
-        len([one for one in rest if one.numa_node in numa]),
-        len([one for one in rest if (one.numa_node, one.switch) in switches]),
+        len([slot for slot in rest if slot.numa_node in numa]),
+        len([slot for slot in rest if (slot.numa_node, slot.switch) in switches]),
         view.id,
-        [one.index for one in group],
+        [slot.index for slot in group],
     )
 
 
@@ -321,17 +321,17 @@ def is_the_best(nodes: list[NodeView], want: Want) -> None:
         (rank(view, group), group)
         for view in nodes
         for group in combinations(free_slots(view), gpus)
-        if allowed(view, group) and (want.spanning or len({one.numa_node for one in group}) == 1)
+        if allowed(view, group) and (want.spanning or len({slot.numa_node for slot in group}) == 1)
     ]
     if placement is None:
         assert options == []
         return
     ranked, best = min(options, key=lambda option: option[0])
-    assert (placement.node_id, set(placement.slot_ids)) == (ranked[-2], {one.id for one in best})
+    assert (placement.node_id, set(placement.slot_ids)) == (ranked[-2], {slot.id for slot in best})
     assert len(placement.slot_ids) == gpus
     # It boots where most of it is.
-    numa = [one.numa_node for one in best]
-    (boot,) = [one for one in best if one.id == placement.slot_ids[0]]
+    numa = [slot.numa_node for slot in best]
+    (boot,) = [slot for slot in best if slot.id == placement.slot_ids[0]]
     assert numa.count(boot.numa_node) == max(map(numa.count, numa))
 
 

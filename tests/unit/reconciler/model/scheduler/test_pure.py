@@ -26,7 +26,7 @@ def impurities(text: str) -> Iterator[str]:
     """The names by which this source could see or change more than it is given."""
     for part in ast.walk(ast.parse(text)):
         if isinstance(part, ast.Import):
-            yield from (one.name for one in part.names if one.name not in PURE)
+            yield from (alias.name for alias in part.names if alias.name not in PURE)
         elif isinstance(part, ast.ImportFrom):
             name = "." * part.level + (part.module or "")
             if name not in PURE and not name.startswith(OURS):

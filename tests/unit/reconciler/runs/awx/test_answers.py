@@ -120,28 +120,28 @@ def test_answers_and_requests_have_the_fields_of_awx_and_no_others(awx: Controll
         answer = ask(awx, request_line)[1]
         return set(answer["results"][0] if "results" in answer else answer)
 
-    known = {kind: set(names.split()) for kind, names in SOURCE["launched"].items()}
+    names = {kind: set(names.split()) for kind, names in SOURCE["launched"].items()}
     begin(awx)
     page, listed = fields("GET /jobs/1/"), fields("GET /jobs/")
-    assert page <= known["job"]
+    assert page <= names["job"]
     # What only a job's own page shows.
     assert page - listed == page & set(SOURCE["not_in_lists_of_jobs"])
     assert {"result_traceback", "event_processing_finished"} <= page - listed
-    assert fields("GET /jobs/1/job_events/") <= known["job_event"]
-    assert fields("GET /inventories/3/hosts/") <= known["host"]
+    assert fields("GET /jobs/1/job_events/") <= names["job_event"]
+    assert fields("GET /inventories/3/hosts/") <= names["host"]
     inventory = SOURCE["kinds"]["inventories"]
     named = {*inventory["writable"].split(), *inventory["read_only"].split()}
     assert fields("GET /inventories/3/") <= named
     template = SOURCE["kinds"]["job_templates"]
     written = {*template["writable"].split(), *template["read_only"].split()}
     assert fields("GET /job_templates/") <= written
-    assert set(request.body(spec())) <= known["launch"]
+    assert set(request.body(spec())) <= names["launch"]
 
 
 def test_ends_of_jobs_are_told_by_words_of_awx() -> None:
     assert set(SOURCE["statuses"]) - {"new"} == {*ACTIVE, *launcher._OVER}
-    told = SOURCE["explanations"]
+    explanations = SOURCE["explanations"]
     assert {REAPED_AT_START, REAPED_FROM_QUEUE, REAPED_BY_PEER} == {
-        text for text in told if text.startswith(launcher._REAPED)
+        text for text in explanations if text.startswith(launcher._REAPED)
     }
-    assert any(launcher._TIMED_OUT.startswith(text) for text in told)
+    assert any(launcher._TIMED_OUT.startswith(text) for text in explanations)

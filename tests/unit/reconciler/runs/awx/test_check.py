@@ -130,7 +130,7 @@ def test_other_content_behind_the_same_names_is_seen(
 ) -> None:
     monkeypatch.setattr(launch, "_spawn", lambda *_: None)
     repository = {"project_url": "https://git.example/gpuaas", "project_branch": "v1"}
-    known = expecting(site, **repository, image=IMAGE)
+    pinned = expecting(site, **repository, image=IMAGE)
     for change in (
         {"scm_url": "https://git.example/mallory"},
         {"scm_branch": "mine"},
@@ -138,14 +138,14 @@ def test_other_content_behind_the_same_names_is_seen(
         {"scm_refspec": "+refs/pull/7/head:refs/heads/v1"},
     ):
         awx.begin(project=change)
-        assert refused(known).code == "awx_project_differs"
+        assert refused(pinned).code == "awx_project_differs"
     environment = {"id": 4, "name": "gpuaas.slice", "image": "registry.example/mallory"}
     awx.begin(templates={"summary_fields": {"execution_environment": environment}})
-    assert f"image is registry.example/mallory and not {IMAGE}" in refused(known).found
+    assert f"image is registry.example/mallory and not {IMAGE}" in refused(pinned).found
     awx.begin(status={"GET /projects/5/": [403, 1]})
-    assert refused(known).code == "awx_forbidden"
+    assert refused(pinned).code == "awx_forbidden"
     awx.begin()
-    launch.launch(known, spec())
+    launch.launch(pinned, spec())
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def test_a_playbook_that_awx_really_runs(awx: Controller, site: Site) -> None:
     outcome = collect.wait(run_dir, LIMIT_S).outcome
     assert outcome.ok, (outcome, collect.output(run_dir))
     assert outcome.result is not None
-    said = {"word": word, "node": "node-1", "where": "192.0.2.7"}
-    assert outcome.result["evidence"] == {"network": said}
+    evidence = {"word": word, "node": "node-1", "where": "192.0.2.7"}
+    assert outcome.result["evidence"] == {"network": evidence}
     paths = RunPaths(run_dir)
     assert ("ok", "Say how it ended") in steps(paths)
     output = collect.output(run_dir)
