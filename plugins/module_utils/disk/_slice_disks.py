@@ -40,7 +40,9 @@ ZFS_SCAN = "/etc/systemd/system/zfs-import.target.wants/zfs-import-scan.service"
 _SITE_FILTER = re.compile(r"^\s*(devices/)?global_filter\s*=", re.MULTILINE)
 # Keywords of mdadm may have three characters or more, in either case.
 _SITE_AUTO = re.compile(r"^auto?\s+(.*)", re.MULTILINE | re.IGNORECASE)
-_UUID = re.compile(r"\bUUID=([0-9a-f:]+)", re.IGNORECASE)
+_ARRAY = re.compile(r"^arr(?:ay?)?\s.*", re.MULTILINE | re.IGNORECASE)
+# Words of an ARRAY line that must all fit an array. Numbers of disks change with a boot.
+_IDENTITY = ("uuid=", "name=", "devices=", "super-minor=", "<ignore>")
 _NAME = re.compile(r"/dev/(disk/by-id/[A-Za-z0-9][A-Za-z0-9._:+-]*)")
 _HEAD = "# Written by the gpuaas.slice collection: the host leaves the disks of slices alone.\n"
 _MENU = f"{_HEAD}GRUB_DISABLE_OS_PROBER=true\n"
@@ -74,7 +76,7 @@ class State:
     md: bool = False
     md_file: str = MDADM
     md_text: str = ""
-    md_arrays: tuple[str, ...] = ()
+    md_arrays: tuple[frozenset[str], ...] = ()
 
 
 def names(slots: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -132,21 +134,38 @@ def _has_mdadm() -> bool:
     return _host.path(MDADM).parent.is_dir()
 
 
-def _md_arrays() -> tuple[str, ...]:
-    """UUIDs of all arrays that run on the host; without mdadm none is assembled by it."""
+def _md_arrays() -> tuple[frozenset[str], ...]:
+    """Identities of all arrays that run on the host; without mdadm none is assembled by it."""
     if not _has_mdadm() or not re.search(r"^md\S+ :", _text("/proc/mdstat"), re.MULTILINE):
         return ()
-    return tuple(_uuids(_command.run(["mdadm", "--detail", "--scan"]).out))
+    listed = _command.run(["mdadm", "--detail", "--scan"]).out
+    lines = _identities(listed.replace("INACTIVE-ARRAY", "ARRAY"))
+    return tuple(words for words in lines if _uuid(words))
 
 
-def _uuids(text: str) -> list[str]:
-    return [uuid.lower() for uuid in _UUID.findall(text)]
+def _identities(text: str) -> list[frozenset[str]]:
+    """The words of each ARRAY line that say which array it is."""
+    lines = [line.lower().replace('"', "").split() for line in _ARRAY.findall(text)]
+    return [frozenset(word for word in words if word.startswith(_IDENTITY)) for words in lines]
+
+
+def _uuid(identity: Iterable[str]) -> str:
+    return next((word for word in identity if word.startswith("uuid=")), "")
 
 
 def _md_lines(text: str) -> str:
-    """The site's lines of mdadm's configuration, without comments, each on one line."""
-    site = re.sub(r"#.*", "", _managed_block.without_block(text))
-    return re.sub(r"\n[ \t]+", " ", site)
+    """The site's lines of mdadm's configuration, without comments, each on one line. A line that
+    begins with a space continues the line before it.
+    """
+    site = re.sub(r"(?<!\S)#.*", "", _managed_block.without_block(text))
+    return re.sub(r"\s*\n[ \t]+", " ", site)
+
+
+def _is_listed(array: frozenset[str], lines: Iterable[frozenset[str]]) -> bool:
+    """Whether a line names the array at every boot: by its UUID, and by nothing else that differs
+    or may change. mdadm takes another line for no line of this array.
+    """
+    return any(_uuid(array) in words and words <= array for words in lines)
 
 
 def _md_doubt(state: State) -> Refusal | None:
@@ -162,13 +181,16 @@ def _md_doubt(state: State) -> Refusal | None:
             remedy="list the host's arrays in ARRAY lines and make it `AUTO -all`; udev assembles"
             " no array of the approved disks",
         )
-    if missing := sorted({*state.md_arrays} - {*_uuids(lines)}):
+    listed = _identities(lines)
+    unlisted = [array for array in state.md_arrays if not _is_listed(array, listed)]
+    if unlisted:
         return Refusal(
             "md_arrays_not_listed",
-            expected=f"an ARRAY line in {state.md_file} for each array of the host",
-            found=f"none for {', '.join(missing)[:200]}",
-            remedy="append the lines of `mdadm --detail --scan` that are the host's own, then run"
-            " the bind_topology playbook again",
+            expected=f"an ARRAY line in {state.md_file} for each array of the host, with its UUID"
+            " and without another name, devices= or super-minor=",
+            found=f"none for {', '.join(sorted(map(_uuid, unlisted)))[:200]}",
+            remedy="write the lines of `mdadm --detail --scan` that are the host's own, each in"
+            " place of an older line with its UUID, then run the bind_topology playbook again",
         )
     return None
 

@@ -232,6 +232,14 @@ def test_the_file_that_mdadm_reads_gets_the_rule(host: Path) -> None:
         (ARRAY.replace(" UUID", "\n   UUID").upper(), []),
         ("", ["md_arrays_not_listed"]),
         (f"# {ARRAY}\n", ["md_arrays_not_listed"]),
+        # mdadm takes these for no line of this array, or not at every boot.
+        (f"HOMEHOST <system>\n  {ARRAY}\n", ["md_arrays_not_listed"]),
+        (f"INACTIVE-{ARRAY}\n", ["md_arrays_not_listed"]),
+        (ARRAY.replace("host:0", "former:0"), ["md_arrays_not_listed"]),
+        (ARRAY.replace("/dev/md/0", "<ignore>"), ["md_arrays_not_listed"]),
+        (f"{ARRAY} devices=/dev/sda,/dev/sdb\n", ["md_arrays_not_listed"]),
+        (f"{ARRAY}\n\n# of the host\n\tsuper-minor=0\n", ["md_arrays_not_listed"]),
+        (f"{ARRAY.replace(' name=host:0', '')} level=raid1 num-devices=2\n", []),
         (f"{ARRAY}\nAUTO +1.x -all\n", ["md_auto_of_site"]),
         (f"{ARRAY}\nauto\n  -all\n", []),
     ],
@@ -240,7 +248,7 @@ def test_an_array_of_the_host_is_still_assembled(
     host: Path, script: Any, text: str, codes: list[str]
 ) -> None:
     _host.write(_slice_disks.MDADM, text)
-    script.on(*SCAN, out=f"{ARRAY}\n")
+    script.on(*SCAN, out=f"INACTIVE-{ARRAY}\n" if "INACTIVE" in text else f"{ARRAY}\n")
     drive(SLOTS)
     _host.write("/proc/mdstat", "Personalities : [raid1]\nmd0 : active raid1 sdb[1] sda[0]\n")
     outcome = drive(SLOTS)
@@ -278,6 +286,10 @@ def test_the_real_mdadm_leaves_a_tenants_array_alone(
     assert scan(block) == [refused]
     listed = scan(f"ARRAY /dev/md/of-host UUID={UUID}\n{block}")
     assert listed and refused not in listed, "an array of the host is assembled"
+    # Such lines are not taken for a list of the array (`md_arrays_not_listed`).
+    for word in ("devices=/dev/other", "super-minor=0"):
+        assert scan(f"ARRAY /dev/md/of-host UUID={UUID} {word}\n{block}") != listed, word
+    assert scan(f"HOMEHOST <system>\n  ARRAY /dev/md/of-host UUID={UUID}\n{block}") == [refused]
 
 
 UUID = "00010203:04050607:08090a0b:0c0d0e0f"
