@@ -256,7 +256,9 @@ def apply(params: Params, step: _change.Step) -> None:
 def _guard_bridge(params: Params) -> None:
     """Load the flows of the bridge and of all its guarded ports in one transaction.
 
-    A port that fails stays shut and keeps no other one shut; its refusal is raised at the end.
+    A port that fails keeps the flows that it has, which are none after a start of the switch, and
+    keeps no other one shut; its refusal is raised at the end. A program that hangs would do so for
+    each port, longer than the guardian's watchdog waits, so its refusal is raised at once.
     """
     bridge = params["bridge"]
     loads: list[_flows.Load] = []
@@ -267,10 +269,11 @@ def _guard_bridge(params: Params) -> None:
             try:
                 loads.append(_load_of(params, guard, number, local))
             except Refusal as refusal:
-                failures.append(refusal)
+                failures.append(_at_once_if_hung(refusal))
         try:
             _flows.load(bridge, _flows.BASE_LOAD, *loads)
-        except Refusal:
+        except Refusal as refused:
+            _at_once_if_hung(refused)
             # The transaction is all or nothing, so a flow that the switch refuses would keep every
             # port shut. A switch that does not answer refuses the bridge's own flows too.
             _flows.load(bridge, _flows.BASE_LOAD)
@@ -278,9 +281,16 @@ def _guard_bridge(params: Params) -> None:
                 try:
                     _flows.load(bridge, load_of_port)
                 except Refusal as refusal:
-                    failures.append(refusal)
+                    failures.append(_at_once_if_hung(refusal))
     if failures:
         raise failures[0]
+
+
+def _at_once_if_hung(refusal: Refusal) -> Refusal:
+    """The refusal, unless it is of a program that did not end, which is raised."""
+    if refusal.code in ("command_timeout", "command_hung"):
+        raise refusal
+    return refusal
 
 
 def _plugged(params: Params) -> list[tuple[_flows.Guard, int]]:

@@ -45,7 +45,9 @@ def install(bridge: str, port: int, packets_per_second: int) -> None:
     meter = f"meter={port},pktps,stats,bands=type=drop,rate={packets_per_second}"
     try:
         ofctl("add-meter", bridge, meter)
-    except Refusal:
+    except Refusal as refusal:
+        if refusal.code != "command_failed":
+            raise
         # It exists already. A query before would race with the guardian, which may add it.
         ofctl("mod-meter", bridge, meter)
 

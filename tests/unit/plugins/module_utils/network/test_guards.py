@@ -180,6 +180,31 @@ def test_a_flow_that_the_switch_refuses_shuts_its_own_port_only(
     assert violations(rig) == []
 
 
+@pytest.mark.parametrize("hanging", ["nft", "add-meter", "add-flows"])
+def test_a_program_that_hangs_is_waited_for_once_and_not_for_each_port(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, hanging: str
+) -> None:
+    """Otherwise the guardian's watchdog ends it, and the other runs wait for its lock meanwhile."""
+    real, waits = _command.run, []
+
+    def run(argv: Any, **options: Any) -> Any:
+        if hanging in argv:
+            waits.append(argv)
+            raise Refusal("command_timeout", expected="an end", found="it hangs", remedy="")
+        return real(argv, **options)
+
+    lose_flows(rig)
+    state = _guards.observe(rigs.NETWORK)
+    (load,) = [s for s in _guards.plan(rigs.NETWORK, state) if s.name == "guard_bridge"]
+    with monkeypatch.context() as patch:
+        patch.setattr(_command, "run", run)
+        with pytest.raises(Refusal, match="it hangs"):
+            _guards.apply(rigs.NETWORK, load)
+    assert len(waits) == 1, waits
+    rig.restore()
+    assert violations(rig) == []
+
+
 def test_a_guard_file_that_cannot_be_read_shuts_its_own_port_only(rig: Rig) -> None:
     kept = _host.path(_object_names.guard_path(A.guard.allocation_id))
     text = kept.read_text()
