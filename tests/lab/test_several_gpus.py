@@ -119,8 +119,12 @@ find = ["pgrep", "-f", f"qemu.*guest={sys.argv[1]}"]
 (pid,) = subprocess.check_output(find, text=True).split()
 rows = []
 for task in pathlib.Path("/proc", pid, "task").iterdir():
-    allowed = re.search(r"Cpus_allowed_list:\\s+(\\S+)", (task / "status").read_text())
-    name = "main" if task.name == pid else (task / "comm").read_text().split()[0]
+    try:
+        status, comm = (task / "status").read_text(), (task / "comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        continue  # QEMU ends idle threads of its pool.
+    allowed = re.search(r"Cpus_allowed_list:\\s+(\\S+)", status)
+    name = "main" if task.name == pid else comm.split()[0]
     rows.append((name, allowed[1]))
 print(json.dumps(rows))
 """
