@@ -293,14 +293,18 @@ def load_of(
     egress: Egress = Egress(),
     ingress: Iterable[_ingress.Rule] = (),
 ) -> Load:
-    """Set the port's limits; returns its flows for `load`.
-
-    Port numbers are reused, so rules that another allocation left for this number are deleted too.
-    """
+    """Set the port's limits; returns its flows for `load`."""
     flows = rules(guard, port, local_addresses, egress, ingress)
     # Both limits come before the flows, so that a run that ends in between leaves the port shut.
     _packet_limit.install(guard.bridge, port, egress.packets_per_second)
     _appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
+    return of_port(guard, port, flows)
+
+
+def of_port(guard: Guard, port: int, flows: frozenset[Flow]) -> Load:
+    """The port's flows for `load`. Port numbers are reused, so rules that another allocation left
+    for this number are deleted too.
+    """
     return Load(guard.cookie, flows, (f"in_port={port}", f"out_port={port}"))
 
 

@@ -256,9 +256,9 @@ def apply(params: Params, step: _change.Step) -> None:
 def _guard_bridge(params: Params) -> None:
     """Load the flows of the bridge and of all its guarded ports in one transaction.
 
-    A port that fails keeps the flows that it has, which are none after a start of the switch, and
-    keeps no other one shut; its refusal is raised at the end. A program that hangs would do so for
-    each port, longer than the guardian's watchdog waits, so its refusal is raised at once.
+    A port that fails is shut, unless its flows are as they must be, and keeps no other one shut;
+    its refusal is raised at the end. A program that hangs would do so for each port, longer than
+    the guardian's watchdog waits, so its refusal is raised at once.
     """
     bridge = params["bridge"]
     loads: list[_flows.Load] = []
@@ -270,6 +270,8 @@ def _guard_bridge(params: Params) -> None:
                 loads.append(_load_of(params, guard, number, local))
             except Refusal as refusal:
                 failures.append(_at_once_if_hung(refusal))
+                flows = rules_of(params, guard, number, local)
+                loads += _shut(bridge, _flows.of_port(guard, number, flows))
         try:
             _flows.load(bridge, _flows.BASE_LOAD, *loads)
         except Refusal as refused:
@@ -282,8 +284,16 @@ def _guard_bridge(params: Params) -> None:
                     _flows.load(bridge, load_of_port)
                 except Refusal as refusal:
                     failures.append(_at_once_if_hung(refusal))
+                    for each in _shut(bridge, load_of_port):
+                        _flows.load(bridge, each)
     if failures:
         raise failures[0]
+
+
+def _shut(bridge: str, load_of_port: _flows.Load) -> list[_flows.Load]:
+    """What deletes the port's flows, if they are not those of the load."""
+    right = _flows.installed(bridge, load_of_port.cookie) == load_of_port.flows
+    return [] if right else [dataclasses.replace(load_of_port, flows=frozenset())]
 
 
 def _at_once_if_hung(refusal: Refusal) -> Refusal:

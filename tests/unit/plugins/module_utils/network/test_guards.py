@@ -180,6 +180,36 @@ def test_a_flow_that_the_switch_refuses_shuts_its_own_port_only(
     assert violations(rig) == []
 
 
+@pytest.mark.parametrize("failing", ["filter", "flows"])
+def test_a_port_that_fails_keeps_no_flow_that_its_guard_does_not_have(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """While slices run and a flow of the bridge is lost. The neighbour fails too."""
+    bridge, right = "ovsbr0", _flows.guards("ovsbr0")[B.guard.cookie]
+    stranger = f"cookie={A.guard.cookie},table=10,priority=400,actions=NORMAL"
+    rig.run(["ovs-ofctl", "add-flow", bridge, stranger])
+    rig.run(["ovs-ofctl", "del-flows", bridge, f"cookie={_flows.BASE_COOKIE}/-1,table=11"])
+    real = _command.run
+
+    def run(argv: Any, **options: Any) -> Any:
+        text = str(options.get("stdin"))
+        of_guests = f"gpuaas_{A.guard.port}" in text or f"gpuaas_{B.guard.port}" in text
+        if failing == "filter" and "nft" in argv and of_guests:
+            raise Refusal("command_failed", expected="rc 0", found="nft fails", remedy="")
+        if failing == "flows" and f"add cookie={A.guard.cookie}" in text:
+            raise Refusal("command_failed", expected="rc 0", found="flow refused", remedy="")
+        return real(argv, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_command, "run", run)
+        with pytest.raises(Refusal, match=r"nft fails|flow refused"):
+            rig.restore()
+    assert _flows.guards(bridge) == {B.guard.cookie: right}, "its flows are as they must be"
+    assert _flows.every(bridge)[_flows.BASE_COOKIE] == _flows.BASE
+    rig.restore()
+    assert violations(rig) == []
+
+
 @pytest.mark.parametrize("hanging", ["nft", "add-meter", "add-flows"])
 def test_a_program_that_hangs_is_waited_for_once_and_not_for_each_port(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, hanging: str
