@@ -178,7 +178,7 @@ def observe(params: _change.Params) -> State:
     if params["state"] == "present" and rule is not None:
         present = {
             "addresses": _addresses(),
-            "own": frozenset({_source_address(), _managed_address()}) - {""},
+            "own_addresses": frozenset({_source_address(), _managed_address()}) - {""},
             "others": tuple(
                 other.listener
                 for kept_of in _ingress.every().values()
