@@ -301,7 +301,7 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
 @pytest.mark.covers("SLICE-3")
 def test_a_guest_is_tuned_if_its_profile_says_so(stage: Stage, story: Chapter) -> None:
     story.needs("slices")
-    command = f"sysctl -n {' '.join(TUNING.sysctl)}; ulimit -l"
+    command = f"/usr/sbin/sysctl -n {' '.join(TUNING.sysctl)}; ulimit -l"
     tuned, plain = (
         slice_steps.in_guest(stage, command, allocation=allocation).splitlines()
         for allocation in story.done["slices"]
