@@ -141,9 +141,7 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
             script = _release_script(maas, task) if verb == "release" else ""
             userdata = _begin(engine, settings, task, machine, progress)
             try:
-                # Where no tenant was root, the disks may have data of the site.
-                erase = settings.maas_erase_disks and installation.had_tenant(node)
-                erase = erase and task.kind == TaskKind.NODE_DEPLOY
+                erase = settings.maas_erase_disks and _may_be_erased(task, node, machine)
                 _ask(maas, task, machine, verb, userdata, script, erase=erase)
             except RunError as refusal:
                 with transaction(engine) as conn:
@@ -229,6 +227,14 @@ def _request(kind: TaskKind, node: Node, machine: Machine, progress: Progress) -
 def _is_returned(node: Node) -> bool:
     """Whether another client may have had the machine with the same user, since its release."""
     return bool((node.maas or {}).get("returned")) and not installation.is_installed(node)
+
+
+def _may_be_erased(task: Task, node: Node, machine: Machine) -> bool:
+    """Whether only a tenant's data can be on the disks. Where no tenant was root, or another client
+    has begun to install the machine since its release, there may be other data.
+    """
+    others = machine.status == Status.FAILED_DEPLOYMENT and _is_returned(node)
+    return task.kind == TaskKind.NODE_DEPLOY and installation.had_tenant(node) and not others
 
 
 def _asking(progress: Progress, verb: Verb, now: float) -> Progress:

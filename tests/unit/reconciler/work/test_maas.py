@@ -284,6 +284,29 @@ def test_the_return_of_a_machine_to_maas_erases_no_disk(maas: Maas) -> None:
     assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
 
 
+@pytest.mark.parametrize("kind", [DEPLOY, RELEASE])
+def test_no_disk_is_erased_that_another_client_may_have_used(maas: Maas, kind: TaskKind) -> None:
+    """After the release MAAS has the machine; an installation of which we know nothing failed."""
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+
+    def cancel(task: Task) -> None:
+        with transaction(maas.engine) as conn:
+            queue.cancel(conn, task.id, ADMIN)
+
+    maas.tenancy()
+    if kind == RELEASE:
+        cancel(maas.queue())
+    maas.begin()
+    task = maas.queue(kind)
+    maas.step()
+    assert maas.asked() == ["release"]
+    cancel(task)
+    maas.begin(machine(status=11))
+    maas.queue()
+    maas.step()
+    assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+
+
 def test_no_disk_is_erased_while_the_records_know_something_on_it(maas: Maas) -> None:
     maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
     maas.tenancy()
