@@ -44,8 +44,8 @@ class Node(StateRow):
     # next installation. Null: none.
     maas: dict[str, Any] | None
     # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
-    # the installation is the tenant's. `first_serial` is that which it reported first, if it is
-    # another one. Null: not discovered yet.
+    # the installation is the tenant's. `first_serial` is that which its installation reported
+    # first, if it is another one, and "" until it has reported. Null: not discovered yet.
     hardware: dict[str, Any] | None
     # `device_id`, `asset_tag` and `bmc_address` of its device in NetBox. Null: none is known.
     netbox: dict[str, Any] | None

@@ -458,6 +458,21 @@ def test_a_host_that_takes_the_serial_number_of_a_bound_machine_stops_only_itsel
     assert maas.asked() == ["release"]
 
 
+def test_a_host_that_was_installed_on_the_machine_of_another_node_stops_it(maas: Maas) -> None:
+    """The record of m2 now is of the machine that MAAS knows as m1's."""
+    maas.machines.machine("m2", 2)
+    maas.maintain()
+    maas.begin()
+    maas.report("S1")
+    maas.report("S2", "m2", 2)
+    with transaction(maas.engine) as conn:
+        host.enrolled(conn, "m2", ADMIN, machine_id="e" * 32, host_key="ssh-ed25519 new")
+    maas.report("S1", "m2", 2)
+    with pytest.raises(Problem) as refusal:
+        maas.queue()
+    assert (refusal.value.code, refusal.value.found) == ("serial_twice", "the same at m2")
+
+
 def test_a_serial_number_is_nobodys_while_its_first_host_is_unknown(maas: Maas) -> None:
     """Two records of one machine report the same from the beginning."""
 
