@@ -137,9 +137,11 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
         elif verb == "wait":
             _give_back(engine, task, progress, row.progress)
         else:
+            released = progress.phase == "release" and progress.answered
+            erased = verb == "deploy" and released and settings.maas_erase_disks
             progress = _asking(progress, verb, now)
             script = _release_script(maas, task) if verb == "release" else ""
-            userdata = _begin(engine, settings, task, machine, progress)
+            userdata = _begin(engine, settings, task, machine, progress, erased=erased)
             try:
                 erase = settings.maas_erase_disks and _may_be_erased(task, node, machine)
                 _ask(maas, task, machine, verb, userdata, script, erase=erase)
@@ -243,9 +245,18 @@ def _asking(progress: Progress, verb: Verb, now: float) -> Progress:
 
 
 def _begin(
-    engine: Engine, settings: Settings, task: Task, machine: Machine, progress: Progress
+    engine: Engine,
+    settings: Settings,
+    task: Task,
+    machine: Machine,
+    progress: Progress,
+    *,
+    erased: bool,
 ) -> str:
-    """Record the request that follows, under the lock of the node; returns its userdata."""
+    """Record the request that follows, under the lock of the node; returns its userdata.
+
+    erased: whether MAAS has erased the disks since the last tenant.
+    """
     act = act_of(task).because(f"{progress.phase} of machine {machine.system_id} in MAAS")
     with transaction(engine) as conn, locks.node(conn, task.node_id) as node:
         _require_machine(node, machine)
@@ -256,6 +267,8 @@ def _begin(
         remembered: dict[str, Any] = {"returned": progress.phase != "unlock" or _is_returned(node)}
         if progress.phase == "unlock":
             remembered["locked"] = UNSURE
+        if erased:
+            remembered["tenant"] = False
         nodes.update(conn, node.id, maas={**(node.maas or {}), **remembered})
         if progress.phase != "deploy":
             return ""

@@ -284,6 +284,19 @@ def test_the_return_of_a_machine_to_maas_erases_no_disk(maas: Maas) -> None:
     assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
 
 
+def test_disks_are_erased_once_for_a_tenant(maas: Maas) -> None:
+    """Also if the installation after it fails. Zeros on large disks take hours."""
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    maas.begin(fails=["abc123"])
+    assert maas.play(enrols=False).error["code"] == "maas_failed"
+    assert [fields["erase"] for fields in maas.fields("release")] == ["true"]
+    maas.begin(machine(status=11))
+    maas.queue()
+    maas.step()
+    assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+
+
 @pytest.mark.parametrize("kind", [DEPLOY, RELEASE])
 def test_no_disk_is_erased_that_another_client_may_have_used(maas: Maas, kind: TaskKind) -> None:
     """After the release MAAS has the machine; an installation of which we know nothing failed."""
