@@ -164,7 +164,7 @@ def compare(
     writable = _has_fields(result, netbox.devices, DEVICE_FIELDS)
     pairs = _pair(result, nodes, netbox.devices)
     contradictory = set(_contradictory(result, netbox.devices))
-    recorded = {id: _serial(device) for id, device in pairs.items()}
+    recorded = _recorded_serials(nodes, pairs)
     contradictory |= set(_other_serials(result, nodes, pairs, recorded))
     for expected in nodes:
         device = pairs.get(expected.node.id)
@@ -175,7 +175,7 @@ def compare(
     paired = {device.id for device in pairs.values()}
     addresses = {expected.node.address for expected in nodes}
     living = (row.node for row in nodes if not is_retired(row.node))
-    serials = {own_serial(serial_of(node.hardware), recorded.get(node.id, "")) for node in living}
+    serials = {own_serial(serial_of(node.hardware), recorded[node.id]) for node in living}
     candidates = [
         _new_node(result, device, ranges, profiles, addresses, serials)
         for device in netbox.devices
@@ -295,6 +295,15 @@ def _contradictory(result: Comparison, devices: Sequence[Device]) -> Iterator[in
             yield device.id
 
 
+def _recorded_serials(nodes: Sequence[ExpectedNode], pairs: Mapping[str, Device]) -> dict[str, str]:
+    """Serial numbers of the nodes' devices. Where NetBox has none, that of MAAS counts."""
+    return {
+        row.node.id: (_serial(pairs[row.node.id]) if row.node.id in pairs else "")
+        or bound_serial(row.node.maas)
+        for row in nodes
+    }
+
+
 def _other_serials(
     result: Comparison,
     nodes: Sequence[ExpectedNode],
@@ -302,19 +311,16 @@ def _other_serials(
     recorded: Mapping[str, str],
 ) -> Iterator[int]:
     """Devices whose serial number differs from that of their node's host, or whose host shares its
-    serial number with another host and may not be its owner.
-
-    recorded: serial numbers of the nodes' devices. Where NetBox has none, that of MAAS counts.
+    serial number with another host and may not be its owner. recorded: `_recorded_serials`.
     """
     living = [
         row.node for row in nodes if serial_of(row.node.hardware) and not is_retired(row.node)
     ]
     serials = by_serial((node.id, node.hardware) for node in living)
-    known = {node.id: recorded.get(node.id) or bound_serial(node.maas) for node in living}
     for node in living:
         reported, device = serial_of(node.hardware), pairs.get(node.id)
         same = serials[reported]
-        if len(same) > 1 and owner_of(reported, same, known) != node.id:
+        if len(same) > 1 and owner_of(reported, same, recorded) != node.id:
             result.note(
                 *("serial_twice", f"node {node.id}", f"serial number {reported} at one host"),
                 *(", ".join(same), TWICE),

@@ -64,6 +64,10 @@ def enrolled(
     identity = {"machine_id": machine_id, "host_key": host_key, "boot_id": boot_id}
     observed(conn, id, act, identity=identity)
     node = node_records.get(conn, id)
+    # A host needs a token of an operator for another key.
+    another_key = not tokens.known_host_key(conn, id, host_key)
+    if node.hardware and another_key and not node.tenant_machine_ids:
+        node_records.update(conn, id, hardware=hardware.reinstalled(node.hardware))
     renewed = before.install_id == node.install_id
     if before.state == NodeState.BOOTSTRAPPING or (
         renewed and before.state not in (NodeState.ENROLLING, NodeState.UNREACHABLE)

@@ -119,7 +119,7 @@ def begin(conn: sa.Connection, node: Node, kind: TaskKind, act: Act) -> None:
 
 
 def had_tenant(node: Node) -> bool:
-    """Whether a tenant was root on the machine of MAAS since its last installation."""
+    """Whether a tenant was root on the machine of MAAS since its last installation or erasure."""
     return bool((node.maas or {}).get("tenant"))
 
 

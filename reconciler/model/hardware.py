@@ -55,15 +55,24 @@ def machine_of(document: Mapping[str, Any]) -> dict[str, str]:
 
 def learned(machine: dict[str, str], before: Mapping[str, str] | None) -> dict[str, str]:
     """The node's record of a machine that its host reports. `first_serial` is the serial number
-    that the host reported first, if it is another one: a host may change its number and change it
-    back.
+    that its installation reported first, if it is another one: a host may change its number and
+    change it back.
     """
     first = _first_serial(before) or serial_of(machine)
     return machine if first == serial_of(machine) else {**machine, "first_serial": first}
 
 
+def reinstalled(machine: Mapping[str, str]) -> dict[str, str]:
+    """The record after a new installation, which may be on another machine: its next report is the
+    first.
+    """
+    return {**machine, "first_serial": ""}
+
+
 def _first_serial(hardware: Mapping[str, Any] | None) -> str:
-    return serial_number((hardware or {}).get("first_serial")) or serial_of(hardware)
+    if hardware and "first_serial" in hardware:
+        return serial_number(hardware["first_serial"])
+    return serial_of(hardware)
 
 
 def serial_of(hardware: Mapping[str, Any] | None) -> str:

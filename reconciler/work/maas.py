@@ -137,13 +137,13 @@ def _step(engine: Engine, settings: Settings, task: Task) -> None:
         elif verb == "wait":
             _give_back(engine, task, progress, row.progress)
         else:
+            released = progress.phase == "release" and progress.answered
+            erased = verb == "deploy" and released and settings.maas_erase_disks
             progress = _asking(progress, verb, now)
             script = _release_script(maas, task) if verb == "release" else ""
-            userdata = _begin(engine, settings, task, machine, progress)
+            userdata = _begin(engine, settings, task, machine, progress, erased=erased)
             try:
-                # Where no tenant was root, the disks may have data of the site.
-                erase = settings.maas_erase_disks and installation.had_tenant(node)
-                erase = erase and task.kind == TaskKind.NODE_DEPLOY
+                erase = settings.maas_erase_disks and _may_be_erased(task, node, machine)
                 _ask(maas, task, machine, verb, userdata, script, erase=erase)
             except RunError as refusal:
                 with transaction(engine) as conn:
@@ -231,15 +231,32 @@ def _is_returned(node: Node) -> bool:
     return bool((node.maas or {}).get("returned")) and not installation.is_installed(node)
 
 
+def _may_be_erased(task: Task, node: Node, machine: Machine) -> bool:
+    """Whether only a tenant's data can be on the disks. Where no tenant was root, or another client
+    has begun to install the machine since its release, there may be other data.
+    """
+    others = machine.status == Status.FAILED_DEPLOYMENT and _is_returned(node)
+    return task.kind == TaskKind.NODE_DEPLOY and installation.had_tenant(node) and not others
+
+
 def _asking(progress: Progress, verb: Verb, now: float) -> Progress:
     requests = progress.requests + 1 if progress.phase == verb else 1
     return replace(progress, phase=verb, asked_at=now, requests=requests, answered=False)
 
 
 def _begin(
-    engine: Engine, settings: Settings, task: Task, machine: Machine, progress: Progress
+    engine: Engine,
+    settings: Settings,
+    task: Task,
+    machine: Machine,
+    progress: Progress,
+    *,
+    erased: bool,
 ) -> str:
-    """Record the request that follows, under the lock of the node; returns its userdata."""
+    """Record the request that follows, under the lock of the node; returns its userdata.
+
+    erased: whether MAAS has erased the disks since the last tenant.
+    """
     act = act_of(task).because(f"{progress.phase} of machine {machine.system_id} in MAAS")
     with transaction(engine) as conn, locks.node(conn, task.node_id) as node:
         _require_machine(node, machine)
@@ -250,6 +267,8 @@ def _begin(
         remembered: dict[str, Any] = {"returned": progress.phase != "unlock" or _is_returned(node)}
         if progress.phase == "unlock":
             remembered["locked"] = UNSURE
+        if erased:
+            remembered["tenant"] = False
         nodes.update(conn, node.id, maas={**(node.maas or {}), **remembered})
         if progress.phase != "deploy":
             return ""

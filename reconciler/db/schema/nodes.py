@@ -41,11 +41,11 @@ class Node(StateRow):
     # The machine in MAAS that is this node: `system_id`, `identity` of its hardware, `purpose` that
     # was last agreed by its tags, `locked` by this service, `series` last deployed, `returned` from
     # the request of a release to a deployment of ours, `tenant` from the release of a tenant to the
-    # next installation. Null: none.
+    # erasure of the disks by MAAS or the next installation. Null: none.
     maas: dict[str, Any] | None
     # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
-    # the installation is the tenant's. `first_serial` is that which it reported first, if it is
-    # another one. Null: not discovered yet.
+    # the installation is the tenant's. `first_serial` is that which its installation reported
+    # first, if it is another one, and "" until it has reported. Null: not discovered yet.
     hardware: dict[str, Any] | None
     # `device_id`, `asset_tag` and `bmc_address` of its device in NetBox. Null: none is known.
     netbox: dict[str, Any] | None

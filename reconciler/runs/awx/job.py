@@ -319,9 +319,16 @@ class Job:
             if queued_s < self._pace.queue:
                 self._paths.queued.touch(mode=0o600)
         else:
-            queued_s = _queued_s(job)
+            queued_s = max(_queued_s(job), self._seen_queued_s())
         deadline = self._record.requested_at + min(queued_s, self._pace.queue) + self._limit_s
         self._deadline = max(self._deadline, deadline)
+
+    def _seen_queued_s(self) -> float:
+        """Time until a process of this run last saw the job in the queue; 0.0 if none has."""
+        try:
+            return self._paths.queued.stat().st_mtime - self._record.requested_at
+        except FileNotFoundError:
+            return 0.0
 
     def _get_job(self) -> dict[str, Any]:
         """Our job. Any other answer is silence, because it would look like a job for another host,

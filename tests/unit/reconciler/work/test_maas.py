@@ -284,6 +284,42 @@ def test_the_return_of_a_machine_to_maas_erases_no_disk(maas: Maas) -> None:
     assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
 
 
+def test_disks_are_erased_once_for_a_tenant(maas: Maas) -> None:
+    """Also if the installation after it fails. Zeros on large disks take hours."""
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+    maas.tenancy()
+    maas.begin(fails=["abc123"])
+    assert maas.play(enrols=False).error["code"] == "maas_failed"
+    assert [fields["erase"] for fields in maas.fields("release")] == ["true"]
+    maas.begin(machine(status=11))
+    maas.queue()
+    maas.step()
+    assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+
+
+@pytest.mark.parametrize("kind", [DEPLOY, RELEASE])
+def test_no_disk_is_erased_that_another_client_may_have_used(maas: Maas, kind: TaskKind) -> None:
+    """After the release MAAS has the machine; an installation of which we know nothing failed."""
+    maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
+
+    def cancel(task: Task) -> None:
+        with transaction(maas.engine) as conn:
+            queue.cancel(conn, task.id, ADMIN)
+
+    maas.tenancy()
+    if kind == RELEASE:
+        cancel(maas.queue())
+    maas.begin()
+    task = maas.queue(kind)
+    maas.step()
+    assert maas.asked() == ["release"]
+    cancel(task)
+    maas.begin(machine(status=11))
+    maas.queue()
+    maas.step()
+    assert [fields["erase"] for fields in maas.fields("release")] == ["false"]
+
+
 def test_no_disk_is_erased_while_the_records_know_something_on_it(maas: Maas) -> None:
     maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
     maas.tenancy()
@@ -433,6 +469,21 @@ def test_a_host_that_takes_the_serial_number_of_a_bound_machine_stops_only_itsel
     maas.queue()
     maas.step()
     assert maas.asked() == ["release"]
+
+
+def test_a_host_that_was_installed_on_the_machine_of_another_node_stops_it(maas: Maas) -> None:
+    """The record of m2 now is of the machine that MAAS knows as m1's."""
+    maas.machines.machine("m2", 2)
+    maas.maintain()
+    maas.begin()
+    maas.report("S1")
+    maas.report("S2", "m2", 2)
+    with transaction(maas.engine) as conn:
+        host.enrolled(conn, "m2", ADMIN, machine_id="e" * 32, host_key="ssh-ed25519 new")
+    maas.report("S1", "m2", 2)
+    with pytest.raises(Problem) as refusal:
+        maas.queue()
+    assert (refusal.value.code, refusal.value.found) == ("serial_twice", "the same at m2")
 
 
 def test_a_serial_number_is_nobodys_while_its_first_host_is_unknown(maas: Maas) -> None:

@@ -466,6 +466,19 @@ def test_time_in_the_queue_of_awx_is_no_time_of_the_run(
     assert collect.queued_limit_s(prepared.root) is None
 
 
+def test_a_later_process_leaves_out_the_time_before_awx_had_the_job(
+    awx: Controller, prepared: RunPaths, play: Play
+) -> None:
+    """AWX does not count the time until it answered the launch, and its clock may be another."""
+    manifest = prepared.manifest.read_text()
+    prepared.manifest.write_text(manifest.replace('"deadline_s": 60', '"deadline_s": 2'))
+    awx.change(queued=True)
+    until = time.monotonic() + 2.5
+    assert play(lambda: time.monotonic() > until) is None
+    awx.change(queued=False, steps=5)
+    assert verdict_of(play)["result"] == RESULT
+
+
 def test_the_time_in_the_queue_of_awx_is_limited(
     awx: Controller, prepared: RunPaths, play: Play
 ) -> None:
