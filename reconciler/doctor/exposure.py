@@ -48,6 +48,7 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
     unresolved = [
         f"{host} ({name})" for name, host, _ in targets if profiles and _addresses(host) is None
     ]
+    shared = _open_to_guests(settings)
     unread: list[str] = []
     exposed = False
     for profile in profiles:
@@ -65,7 +66,6 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
             for address in _addresses(host) or ()
             if offer.reaches(address) and users - {node_id}
         ]
-        shared = _open_to_guests(settings)
         closed = [f"{address} ({name})" for name, address in reached if address not in shared]
         joined = [f"{address} ({name})" for name, address in reached if address in shared]
         exposed |= bool(reached)
