@@ -86,7 +86,7 @@ class Use:
 
 @dataclass(frozen=True)
 class State:
-    """mounts: of all the disks with their owners, the last one last."""
+    """mounts: of all the disks with their owners, in the order of mounting."""
 
     uses: Mapping[str, Use]
     mounts: tuple[tuple[_usage.Mount, str], ...]

@@ -89,8 +89,8 @@ def read_text(file: Path, expected: str, remedy: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        found = getattr(error, "strerror", None) or "no text"
-        raise file_invalid(file, found, expected, remedy) from error
+        reason = getattr(error, "strerror", None) or "no text"
+        raise file_invalid(file, reason, expected, remedy) from error
 
 
 def file_invalid(file: Path, found: str | None, expected: str, remedy: str) -> Problem:

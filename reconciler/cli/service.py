@@ -353,8 +353,8 @@ def check() -> None:
         with reading(engine) as conn:
             violations = invariants.check(conn)
             for id, lack in counts.missing(conn).items():
-                found = f"counts of its jobs lack {lack}"
-                violations.append(invariants.Violation("ORCH-2", f"project {id}", found))
+                text = f"counts of its jobs lack {lack}"
+                violations.append(invariants.Violation("ORCH-2", f"project {id}", text))
     output.rows([vars(row) for row in violations], "invariant", "subject", "found")
     count = len(invariants.CHECKS) + 1
     output.line(f"database at {revision}: {count} checks, {len(violations)} violations")

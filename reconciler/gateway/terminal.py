@@ -259,7 +259,7 @@ class Recording:
             )
 
     async def close(self) -> None:
-        """Write the rest of a terminal, and after the last one the digest of all."""
+        """Write the rest of a terminal, and after the last the digest of all."""
         self._terminals -= 1
         await self._flush(None if self._terminals else self._checksum.hexdigest())
 

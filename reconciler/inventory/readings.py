@@ -55,9 +55,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Due:
-    """Reasons for a comparison now. last: the last one, empty before the first. requested, apply:
-    a person has requested one since then, or one that writes. changed: state has changed since
-    then. over: the last one is too old.
+    """Reasons for a comparison now. last: the last comparison, empty before the first. requested,
+    apply: a person has requested one since then, or one that writes. changed: state has changed
+    since then. over: the last comparison is too old.
     """
 
     at: float
@@ -84,8 +84,9 @@ class Due:
 
 @dataclass(frozen=True)
 class Readings:
-    """Requests for comparisons with a service, and the last one. name: of the service in addresses
-    and the audit log. title: its name for people. key: of the setting that holds the last one.
+    """Requests for comparisons with a service, and the last comparison. name: of the service in
+    addresses and the audit log. title: its name for people. key: of the setting that holds the last
+    comparison.
     """
 
     name: str

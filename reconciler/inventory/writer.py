@@ -436,7 +436,7 @@ class Writer:
         with reading(self._engine) as conn:
             self._pending = site.read(conn, _JOURNAL) or {}
         self._stored = deepcopy(self._pending)
-        # A device that is no longer ours, or another one with its number in a NetBox that was built
+        # A device that is no longer ours, or another with its number in a NetBox that was built
         # anew, gets no entry; a refused one would keep the later entries from NetBox.
         seals = self._comparison.seals
         written: dict[str, tuple[int, str]] = {}

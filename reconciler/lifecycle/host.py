@@ -44,7 +44,7 @@ TO_SLICE = (TaskKind.NODE_BIND_TOPOLOGY, TaskKind.SLICE_TOPOLOGY_DISCOVER, TaskK
 _DISCOVERY = "discovery"
 # Key in the evidence of a drain that maintenance has made: the kind of its task.
 DRAINED = "maintenance"
-# Machine ids that are kept of a tenant's installation, which may report another one each time.
+# Machine ids that are kept of a tenant's installation, which may report another each time.
 _MOST_TENANT_IDS = 16
 
 

@@ -55,7 +55,7 @@ def machine_of(document: Mapping[str, Any]) -> dict[str, str]:
 
 def learned(machine: dict[str, str], before: Mapping[str, str] | None) -> dict[str, str]:
     """The node's record of a machine that its host reports. `first_serial` is the serial number
-    that its installation reported first, if it is another one: a host may change its number and
+    that its installation reported first, if it is another: a host may change its number and
     change it back.
     """
     first = _first_serial(before) or serial_of(machine)
@@ -86,7 +86,7 @@ def bound_serial(maas: Mapping[str, Any] | None) -> str:
 
 
 def own_serial(reported: str, recorded: str) -> str:
-    """Serial number that a host reports, unless MAAS or NetBox has recorded another one for its
+    """Serial number that a host reports, unless MAAS or NetBox has recorded another for its
     machine: it could report that of any other. "": unknown.
     """
     return reported if recorded in ("", reported) else ""

@@ -37,7 +37,7 @@ _TIMEOUT_S = 15.0
 _WAIT_S = 5
 # Interval of the question whether more is due, of a worker that has jobs.
 _LOOK_S = 1.0
-# So long a worker whose token is refused waits for another one in its file: people replace it on
+# So long a worker whose token is refused waits for another in its file: people replace it on
 # each machine after the old one has ended. Leases, and so its calls, end on their own meanwhile.
 _PATIENCE_S = 60.0
 # Statuses of a service, or of a proxy before it, that may be better soon.

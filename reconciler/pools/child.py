@@ -127,11 +127,11 @@ class Runner:
         ready = self._receive(self._near) if self._poll.poll(START_S * 1000) else None
         if ready and "changed" in ready:
             self.stop()
-            expected, found = ready["changed"]
+            expected, digest = ready["changed"]
             raise Problem(
                 "model_changed",
                 expected=expected,
-                found=found,
+                found=digest,
                 remedy="put the file back, or start the pool again for the new one",
             )
         if ready is None:

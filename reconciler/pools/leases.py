@@ -161,7 +161,7 @@ def enter(
 def serve(
     conn: sa.Connection, worker_id: str, models: Sequence[str], digests: Mapping[str, str]
 ) -> PoolWorker:
-    """Record that a pool's worker has loaded its models. The files of the first one are the pool's;
+    """Record that a pool's worker has loaded its models. The files of the first are the pool's;
     Problem `model_changed` for others.
     """
     worker = rows.get(conn, PoolWorker, worker_id)

@@ -70,7 +70,7 @@ def is_left(process: Process) -> bool:
         fields = lock.stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
-    # Fields 3, 20 and 22. Threads may outlive the first one, which is a zombie then.
+    # Fields 3, 20 and 22. Threads may outlive the first, which is a zombie then.
     ended = fields[0] in "ZX" and int(fields[17]) < 2
     return int(fields[19]) == process.start_ticks and not ended
 

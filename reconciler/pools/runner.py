@@ -52,7 +52,7 @@ def load(target: str, digest: str = "") -> tuple[Function, str]:
     """The function MODULE:NAME, or that of a model in FILE.onnx, and the SHA-256 of the file, ""
     for a module that is not in the working folder.
 
-    digest: `ChangedError` for a file with another one, of which nothing is loaded then.
+    digest: `ChangedError` for a file with another digest, of which nothing is loaded then.
     """
     module = target.partition(":")[0]
     file = Path(target if target.endswith(MODEL_FILE) else f"{module}.py")
@@ -119,11 +119,11 @@ def checked(result: object) -> dict[str, Any]:
         size = stored_size(result, RESULT_BYTES)
         if size <= RESULT_BYTES:
             return {"result": result}
-        found = f"{size} bytes"
+        shown = f"{size} bytes"
     else:
-        found = f"another value, of type {type(result).__name__}"
+        shown = f"another value, of type {type(result).__name__}"
     expected = f"a document of at most {RESULT_BYTES} bytes with all digits, with {STORABLE}"
-    error = _error("result_invalid", expected, found, "ask the operators to correct the model")
+    error = _error("result_invalid", expected, shown, "ask the operators to correct the model")
     return {"error": error, "permanent": True}
 
 

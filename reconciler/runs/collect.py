@@ -1,6 +1,6 @@
 """State, progress, output and cancellation of a run, read from its folder.
 
-Nothing here needs to have started the run, so a restarted reconciler collects like the first one.
+Nothing here needs to have started the run, so a restarted reconciler collects like the first.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ PLAYBOOKS = tuple(
 UNREADABLE = "outcome_unreadable"
 # Error code of a result in a form that the contract does not allow. Its effect is unknown too.
 INVALID = "result_invalid"
-# Errors of which the first one to name is chosen. Each takes kilobytes, and a host may make
+# Errors of which the first to name is chosen. Each takes kilobytes, and a host may make
 # millions.
 _MOST_ERRORS = 50
 

@@ -297,8 +297,8 @@ class Conversation:
         name = self._access.NAME
         default = ("refused", f"{name} to accept it", f"read {name}'s answer")
         code, expected, remedy = self.REFUSALS.get(answer.status_code, default)
-        found = self._shown(answer, body)
-        return self._access.refuse(code, f"{expected} for {request}", found, remedy)
+        shown = self._shown(answer, body)
+        return self._access.refuse(code, f"{expected} for {request}", shown, remedy)
 
     def _shown(self, answer: httpx.Response, body: bytes) -> str:
         """Status and beginning of an answer, for a refusal."""

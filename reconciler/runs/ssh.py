@@ -269,13 +269,13 @@ def telemetry(access: SshAccess, node: NodeAccess, given_up: Callable[[], bool])
         done = _call(access, node, limit_s=TELEMETRY_LIMIT_S, given_up=given_up)
         if done.returncode == 0 and done.stdout:
             return done.stdout
-        err, found = done.stderr, f"exit status {done.returncode}, {len(done.stdout)} bytes"
+        err, end = done.stderr, f"exit status {done.returncode}, {len(done.stdout)} bytes"
     except subprocess.TimeoutExpired as late:
-        err, found = late.stderr or b"", f"no end, {len(late.stdout or b'')} bytes"
+        err, end = late.stderr or b"", f"no end, {len(late.stdout or b'')} bytes"
     raise RunError(
         "telemetry_unanswered",
         expected=f"a snapshot within {TELEMETRY_LIMIT_S:g} s",
-        found=" ".join(err.decode("utf-8", "replace").split())[-500:] or found,
+        found=" ".join(err.decode("utf-8", "replace").split())[-500:] or end,
         remedy="see gpuaas-slice-telemetry.service on the host; bootstrap installs it",
     )
 

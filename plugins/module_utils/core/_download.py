@@ -104,8 +104,8 @@ def _blocks(url: str) -> Iterator[bytes]:
         raise _unreachable(url, f"{type(failed).__name__}: {failed}") from failed
     except (ValueError, http.client.HTTPException) as failed:
         # The text may quote an invalid URL whole, with a login and a query.
-        found = f"an invalid URL, redirect or answer: {type(failed).__name__}"
-        raise _unreachable(url, found) from failed
+        reason = f"an invalid URL, redirect or answer: {type(failed).__name__}"
+        raise _unreachable(url, reason) from failed
 
 
 def _http_blocks(url: str) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _disk
 RULES = "/etc/udev/rules.d/62-gpuaas-slice-disks.rules"
 # LVM merges it over lvm.conf.
 LVM = "/etc/lvm/lvmlocal.conf"
-# mdadm reads the second one where the first one is missing. The initramfs takes no file of its
+# mdadm reads the second where the first is missing. The initramfs takes no file of its
 # folder mdadm.conf.d.
 MDADM, OTHER_MDADM = "/etc/mdadm/mdadm.conf", "/etc/mdadm.conf"
 # os-prober mounts every filesystem that it finds, for an entry in the boot menu.

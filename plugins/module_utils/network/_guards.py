@@ -483,7 +483,7 @@ def _rules(params: Params, guards: Mapping[str, _flows.Guard]) -> str:
 
 
 def _shown(rate: int, connections: Mapping[int, int] | None, number: int) -> list[str]:
-    """Limits of a port; without the second one when connections were not looked at."""
+    """Limits of a port; without the second when connections were not looked at."""
     shown = [f"packets per second: {rate or 'no limit'}"]
     if connections is not None:
         shown.append(f"connections: {connections.get(number, 0) or 'no limit'}")

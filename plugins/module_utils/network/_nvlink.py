@@ -216,19 +216,19 @@ def _ask(manager: Partition, *words: str, timeout: float) -> str:
     try:
         answer = _command.run(argv, ok=range(256), timeout=timeout)
     except Refusal as late:
-        code, found = "fabric_manager_unreachable", f"{late.code}: {late.found}"
+        code, shown = "fabric_manager_unreachable", f"{late.code}: {late.found}"
     else:
         if answer.rc == 0:
             return answer.out
-        found = f"exit {answer.rc}: {_host.shown(' '.join(answer.out.split()))[:300]}"
+        shown = f"exit {answer.rc}: {_host.shown(' '.join(answer.out.split()))[:300]}"
         if answer.rc == _NO_PROGRAM:
-            found = "no program fmpm on this host"
+            shown = "no program fmpm on this host"
         elif len(answer.out) > _LONGEST:
-            found = f"more than {_LONGEST} bytes"
+            shown = f"more than {_LONGEST} bytes"
     at = manager.socket or manager.address
     raise Refusal(
         code,
         expected=f"`fmpm {' '.join(words)}` answered by the Fabric Manager at {at}",
-        found=found,
+        found=shown,
         remedy=_LOOK,
     )

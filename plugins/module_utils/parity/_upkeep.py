@@ -73,8 +73,8 @@ def keep(params: Params, *, check_mode: bool) -> tuple[list[str], Rows]:
 
 
 def _in_force(network: Params, recorded: Params) -> Params:
-    """The network that the host must have until its next bootstrap: that of the last one, if its
-    file is as bootstrap wrote it. Launches already use the profile's own bridge and addresses.
+    """The network that the host must have until its next bootstrap: that of the last bootstrap, if
+    its file is as bootstrap wrote it. Launches already use the profile's own bridge and addresses.
     """
     path = _baseline_files.SETTINGS
     given = _boot_files.recorded().get(_boot_units.NETWORK.name, {}).get(path)

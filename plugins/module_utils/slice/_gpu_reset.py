@@ -123,7 +123,7 @@ def _reset(address: str, chosen: str) -> None:
 
 
 def _set_order(address: str, methods: str) -> None:
-    """Set the methods by which the kernel resets the device, the first one that works."""
+    """Set the methods by which the kernel resets the device, the first that works."""
     _pci.store(f"{_pci.DEVICES}/{address}/reset_method", methods)
 
 

@@ -107,7 +107,7 @@ def _start(unit: str) -> list[str]:
 
 
 def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:
-    """Cloud-config with further documents after it. Of equal keys, the first one stays.
+    """Cloud-config with further documents after it. Of equal keys, the first stays.
 
     Lists of commands, packages and files are joined; of files with equal paths, the first stays.
     """

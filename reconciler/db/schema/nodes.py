@@ -45,7 +45,7 @@ class Node(StateRow):
     maas: dict[str, Any] | None
     # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
     # the installation is the tenant's. `first_serial` is that which its installation reported
-    # first, if it is another one, and "" until it has reported. Null: not discovered yet.
+    # first, if it is another, and "" until it has reported. Null: not discovered yet.
     hardware: dict[str, Any] | None
     # `device_id`, `asset_tag` and `bmc_address` of its device in NetBox. Null: none is known.
     netbox: dict[str, Any] | None

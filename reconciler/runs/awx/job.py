@@ -265,8 +265,8 @@ class Job:
         template = self._client.get(path)
         for name in ("ask_limit_on_launch", "ask_variables_on_launch"):
             if template.get(name) is not True:
-                found = f"a template whose {name} is not true"
-                raise self._client.silent(f"GET {API}{path}", found)
+                shown = f"a template whose {name} is not true"
+                raise self._client.silent(f"GET {API}{path}", shown)
 
     def _save_job(self, job: dict[str, Any], problem: str = "") -> None:
         number, run = job.get("id"), request.run_id(job)
@@ -342,8 +342,8 @@ class Job:
         # A changed template drops our run's id, and a renamed template gives another name.
         named = name == self._record.name or job.get("job_template") == self._record.template
         if run != self._paths.root.name and (run or not named):
-            found = f"the job of another run, {scrub(str(run or name))[:100]}"
-            raise self._client.silent(f"GET {API}{self._path}", found)
+            shown = f"the job of another run, {scrub(str(run or name))[:100]}"
+            raise self._client.silent(f"GET {API}{self._path}", shown)
         return job
 
     def _read(self, feed: Feed) -> bool:
