@@ -635,7 +635,7 @@ def test_a_host_with_the_serial_number_of_another_stops_only_itself(netbox: Pass
     bound = {"system_id": "abc123", "identity": {"serial": "S2"}}
     with transaction(netbox.site.engine) as conn:
         node_records.update(conn, "n2", maas=bound)
-    netbox.begin(known[0], device("n2", "10.0.2.17"), third)
+    netbox.begin(devices[0], device("n2", "10.0.2.17"), third)
     assert "netbox_serial_taken" not in codes(netbox())
 
 
