@@ -27,7 +27,7 @@ test: ## Run all tests of CI; results by requirement in build/coverage
 	@scripts/setup --tests
 	@scripts/test all
 
-test-fast: ## Run the tests that need neither a lab host, nor a database server, nor minutes
+test-fast: ## Run the tests of rules, records, stories and modules, without processes and servers
 	@scripts/setup --tests
 	@scripts/test fast
 

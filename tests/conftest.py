@@ -23,37 +23,53 @@ pytest_plugins = ("tests.coverage", "tests.workers", "tests.standin.bmc_fixtures
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-# Files that take about ten seconds or more: make test runs them, make test-fast does not.
+# Tests that start processes, serve requests or take long: make test plays them, make test-fast does
+# not even load their files.
 SLOW = (
     "collection/",
-    "contract/test_awx.py",
-    "contract/test_by_hand.py",
-    "contract/test_example.py",
-    "contract/test_firmware_playbook.py",
+    "contract/",
+    "unit/bench/",
+    "unit/lab/test_demo_pictures.py",
+    "unit/monitoring/",
+    "unit/packaging/",
     "unit/playbooks/",
     "unit/plugins/inventory/",
-    "unit/reconciler/api/test_fuzz.py",
-    "unit/reconciler/backup/test_backup.py",
-    "unit/reconciler/cli/test_host.py",
-    "unit/reconciler/cli/test_host_machine.py",
-    "unit/reconciler/console/test_browser.py",
+    "unit/plugins/module_utils/boot/test_deploy_bootstrap_machine.py",
+    "unit/plugins/module_utils/firmware/test_firmware_preflight.py",
+    "unit/plugins/module_utils/network/test_guards.py",
+    "unit/plugins/module_utils/network/test_ingress_rig.py",
+    "unit/plugins/module_utils/network/test_isolation.py",
+    "unit/plugins/module_utils/network/test_neighbours.py",
+    "unit/plugins/module_utils/parity/test_file_edits.py",
+    "unit/plugins/module_utils/parity/test_upkeep.py",
+    "unit/plugins/module_utils/slice/test_machine.py",
+    "unit/plugins/modules/test_nvme_wipe.py",
+    "unit/plugins/modules/test_racadm_bios.py",
+    "unit/reconciler/api/",
+    "unit/reconciler/backup/",
+    "unit/reconciler/cli/",
+    "unit/reconciler/console/",
     "unit/reconciler/db/test_upgrade.py",
     "unit/reconciler/faults/",
     "unit/reconciler/gateway/",
     "unit/reconciler/lifecycle/test_concurrent_clients.py",
-    "unit/reconciler/runs/awx/test_process.py",
-    "unit/reconciler/runs/test_hostile_host.py",
-    "unit/reconciler/runs/test_run.py",
-    "unit/reconciler/runs/test_secrets.py",
-    "unit/reconciler/pools/test_faults.py",
-    "unit/reconciler/service/test_actions.py",
-    "unit/reconciler/pools/test_worker.py",
-    "unit/reconciler/service/test_crashes.py",
-    "unit/reconciler/service/test_inventory.py",
-    "unit/reconciler/service/test_leader.py",
-    "unit/reconciler/service/test_postgres.py",
-    "unit/reconciler/work/test_awx.py",
+    "unit/reconciler/pools/",
+    "unit/reconciler/runs/",
+    "unit/reconciler/service/",
+    "unit/reconciler/work/",
+    "unit/repository/test_forced_variants.py",
+    "unit/scripts/",
 )
+
+
+def _is_slow(path: Path) -> bool:
+    here = Path(__file__).parent
+    return path.is_relative_to(here) and str(path.relative_to(here)).startswith(SLOW)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    left_out = "not slow" in config.option.markexpr and collection_path.is_file()
+    return True if left_out and _is_slow(collection_path) else None
 
 
 def pytest_runtest_setup() -> None:
@@ -63,9 +79,8 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here) and str(item.path.relative_to(here)).startswith(SLOW):
+        if _is_slow(item.path):
             item.add_marker(pytest.mark.slow)
 
 
