@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,11 @@ def ledger_entry(stage: Stage, slot_id: str) -> dict[str, Any]:
     text = stage.on_host("cat", f"/var/lib/gpuaas/ledger/{slot_id}.json")
     entry: dict[str, Any] = json.loads(text)
     return entry
+
+
+def changed_lines(before: str, after: str) -> list[str]:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    return [line for line in lines if line[:2] not in ("--", "++", "@@")]
 
 
 def beginning(stage: Stage, device: str, mib: int = 16) -> str:

@@ -6,7 +6,6 @@ checks that the host is as it was, whatever the other tests did to it.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import subprocess
@@ -21,7 +20,7 @@ from lab.demo.stage import INVENTORY, Stage
 from lab.paths import REPOSITORY
 from tests.lab import byhand, captures, strangers
 from tests.lab.conftest import Chapter
-from tests.lab.proof import prove_again
+from tests.lab.proof import changed_lines, prove_again
 from tests.lab.strangers import Stranger
 
 BASELINE = "gpuaas-slice-network-baseline.service"
@@ -246,7 +245,7 @@ def test_the_commissioning_script_sees_what_the_firmware_gives(stage: Stage) -> 
     (summary,) = rows["FIRMWARE_SUMMARY"]
     assert (summary["status"], summary["failures"]) == ("WARN", "0")
     # The script only reads.
-    assert _changes(before, _look(stage)) == []
+    assert changed_lines(before, _look(stage)) == []
 
 
 @pytest.fixture
@@ -376,7 +375,7 @@ def test_disks_whose_names_are_attacks_stay_names(stage: Stage, tmp_path: Path) 
     detail = report.checks["nvme_ownership"]["detail"]
     assert all(f"serial '{stranger.serial}' and size" in detail for stranger in hostile)
     # The comparison also shows that nothing rebooted.
-    assert _changes(before, _look(stage)) == []
+    assert changed_lines(before, _look(stage)) == []
 
 
 @pytest.mark.covers("HOST-4", "HOST-6", "HOST-8", "HOST-10")
@@ -437,7 +436,7 @@ echo {rebound} > drivers_probe
 
 @pytest.mark.covers("HOST-10")
 def test_the_host_is_as_these_tests_found_it(stage: Stage, state: str) -> None:
-    assert _changes(state, _look(stage)) == []
+    assert changed_lines(state, _look(stage)) == []
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     assert {slot["status"] for slot in slots} == {"available"}
 
@@ -448,7 +447,7 @@ def test_what_was_repaired_holds_over_a_reboot(stage: Stage) -> None:
     before = _settings(_look(stage))
     byhand.reboot(stage)
     byhand.booted(stage)
-    assert _changes(before, _settings(_look(stage))) == []
+    assert changed_lines(before, _settings(_look(stage))) == []
     prove_again(stage)
     output = byhand.playbooks(stage, "convert_to_slice")
     assert byhand.changed(output) == {"0"}, output[-6000:]
@@ -470,8 +469,3 @@ def _variables(stage: Stage, folder: Path) -> Path:
 
 def _look(stage: Stage) -> str:
     return stage.on_host("sh", "-s", stdin=LOOK)
-
-
-def _changes(before: str, after: str) -> list[str]:
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-    return [line for line in lines if line[:2] not in ("--", "++", "@@")]

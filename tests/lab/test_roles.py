@@ -6,15 +6,13 @@ A scenario that needs a device or a disk takes an unapproved candidate.
 
 from __future__ import annotations
 
-import difflib
-
 import pytest
 
 from lab.demo.stage import Stage
 from scripts import scenarios
 from tests.lab import scenario
 from tests.lab.conftest import Chapter
-from tests.lab.proof import prove_again
+from tests.lab.proof import changed_lines, prove_again
 
 # Requirements that each scenario shows. A scenario without an entry cannot be played.
 ROWS = {
@@ -97,7 +95,7 @@ def test_drift_of_what_a_role_owns_is_repaired(
         scenario.play(stage, name)
     finally:
         looks.append(_look(stage))
-    assert _changes(*looks[-2:]) == []
+    assert changed_lines(*looks[-2:]) == []
 
 
 @pytest.mark.covers("HOST-10")
@@ -108,8 +106,3 @@ def test_the_host_is_still_one_that_may_be_sold(stage: Stage, story: Chapter) ->
 
 def _look(stage: Stage) -> str:
     return stage.on_host("sh", "-s", stdin=LOOK)
-
-
-def _changes(before: str, after: str) -> list[str]:
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-    return [line for line in lines if line[:2] not in ("--", "++", "@@")]

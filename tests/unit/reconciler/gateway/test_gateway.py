@@ -724,18 +724,13 @@ def test_what_ends_cuts_the_session_and_admits_no_other(world: World, end: Any) 
         config = world.config()
         code = end(world)
         assert client.wait(30) == 255, "not at the end of its sleep"
-    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"] is not None])
+    (session,) = until(lambda: [s for s in world.sessions() if s["closed_at"] is not None])
     assert session["reason"] == code
     done = world.run("id", config=config)
     assert done.returncode == 255 and "Permission denied" in done.stderr
     world.refused(code)
     row = world.audit("gateway.refused")[0]
     assert (row["subject_id"], row["detail"]["address"]) == (world.allocation, "127.0.0.1")
-
-
-def _sessions(world: World) -> list[dict[str, Any]]:
-    answer = world.stack.client("admin").get("projects/demo/ssh-sessions")
-    return list(answer.json()["items"])
 
 
 @pytest.mark.parametrize("limits", [replace(QUICK, check_s=600)])
@@ -1342,7 +1337,7 @@ def test_a_database_that_is_away_admits_nobody_and_ends_what_it_cannot_judge(
         world.gateway.limits = replace(world.gateway.limits, unknown_s=0)
         assert client.wait(30) == 255
     monkeypatch.undo()
-    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+    (session,) = until(lambda: [s for s in world.sessions() if s["closed_at"]])
     assert session["reason"] == "authorisation_unavailable"
 
 
@@ -1487,8 +1482,8 @@ def test_two_gateways_share_the_limit_of_a_machine_and_its_release(world: World)
             assert [len(each.clients) for each in (world.gateway, other)] == [1, 1]
             end_allocation(world)
             assert [client.wait(20) for client in clients] == [255, 255]
-        until(lambda: all(session["closed_at"] for session in _sessions(world)))
-        reasons = [session["reason"] for session in _sessions(world)]
+        until(lambda: all(session["closed_at"] for session in world.sessions()))
+        reasons = [session["reason"] for session in world.sessions()]
         assert reasons == ["allocation_not_active"] * 2
     finally:
         running.cancel()
@@ -1502,7 +1497,7 @@ def test_a_member_begins_sessions_at_a_rate(world: World) -> None:
     answers = [world.run("true") for _ in range(3)]
     assert [each.returncode for each in answers] == [0, 0, 255]
     assert "too_many_connections" in answers[-1].stderr
-    assert len(_sessions(world)) == 2
+    assert len(world.sessions()) == 2
 
 
 def test_a_network_of_ipv6_counts_as_one_client(world: World) -> None:

@@ -421,7 +421,7 @@ def test_what_ends_cuts_the_terminal(world: World, site: Site, end: Callable[[Wo
         code, since = end(world), time.monotonic()
         assert terminal.end()[0] == code
         assert time.monotonic() - since < 30
-    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+    (session,) = until(lambda: [s for s in world.sessions() if s["closed_at"]])
     assert session["reason"] == code
 
 
@@ -458,7 +458,7 @@ def test_a_person_of_other_groups_loses_the_terminal(
                 terminal.ready()
                 assert log_in(*groups) == cookie
                 assert terminal.end()[:2] == (code, number)
-    (session,) = until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+    (session,) = until(lambda: [s for s in world.sessions() if s["closed_at"]])
     assert (session["reason"], session["actor"]) == (code, "member:oidc:u-1")
 
 
@@ -496,11 +496,6 @@ def ticket_of_page(site: Site, page: str, cookie: dict[str, str]) -> str:
     headers = {**cookie, "Origin": site.base}
     answer = httpx.post(f"{site.base}{page}", data=form, headers=headers, timeout=60)
     return answer.text.partition('data-ticket="')[2].partition('"')[0]
-
-
-def _sessions(world: World) -> list[dict[str, Any]]:
-    answer = world.stack.client("admin").get("projects/demo/ssh-sessions")
-    return list(answer.json()["items"])
 
 
 def test_a_ticket_opens_one_terminal_of_its_holder(world: World, site: Site) -> None:
@@ -700,7 +695,7 @@ def test_output_that_is_not_read_stays_in_the_guest(world: World, site: Site) ->
             time.sleep(0.5)
         assert taken < 16 << 20
         end_allocation(world)
-        until(lambda: [s for s in _sessions(world) if s["closed_at"]])
+        until(lambda: [s for s in world.sessions() if s["closed_at"]])
 
 
 @pytest.mark.parametrize("paused", ["window", "connection"])
