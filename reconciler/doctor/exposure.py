@@ -48,7 +48,7 @@ def guest_reach(settings: Settings, conn: Connection) -> Iterator[Finding]:
     unresolved = [
         f"{host} ({name})" for name, host, _ in targets if profiles and _addresses(host) is None
     ]
-    shared = _open_to_guests(settings)
+    shared = _open_to_guests(settings) if profiles else set()
     unread: list[str] = []
     exposed = False
     for profile in profiles:

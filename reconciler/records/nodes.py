@@ -178,6 +178,10 @@ def note_fault(
         set_health(conn, node, HealthState.HEALTHY, {}, act.because(well))
 
 
+# For a retired node, which never comes back.
+_ADD_ANEW = "add the machine under another id (`gpuaas nodes add`), and enrol that"
+
+
 def require_living(node: Node) -> None:
     """Problem `node_retired` for a node that is gone for good."""
     if node.state == NodeState.RETIRED:
@@ -185,7 +189,7 @@ def require_living(node: Node) -> None:
             "node_retired",
             expected="a node that is not retired, for the enrolment of its host",
             found=f"node {node.id} is {node.state}: it never comes back",
-            remedy="add the machine under another id (`gpuaas nodes add`), and enrol that",
+            remedy=_ADD_ANEW,
         )
 
 
@@ -199,7 +203,7 @@ def require_enrolled(conn: sa.Connection, id: str) -> Node:
             "node_not_enrolled",
             expected="a node whose host has enrolled",
             found=f"state {node.state}: it never comes back",
-            remedy="add the machine under another id (`gpuaas nodes add`), and enrol that",
+            remedy=_ADD_ANEW,
         )
     if node.state == NodeState.ENROLLING:
         raise Problem(

@@ -180,9 +180,7 @@ def begins_later(conn: sa.Connection, task_id: str, token: str, *, deadline_s: i
     update = (
         sa.update(tasks)
         .where(
-            tasks.c.id == task_id,
-            tasks.c.state == TaskState.RUNNING,
-            tasks.c.lease_token == token,
+            *_of_holder(task_id, token),
             tasks.c.cancel_requested.is_(False),
             tasks.c.deadline_at < new - _EXTEND_S,
         )
@@ -557,16 +555,21 @@ def _ask_to_end(
     return task
 
 
+def _of_holder(task_id: str, token: str) -> tuple[sa.ColumnElement[bool], ...]:
+    """Conditions for the running task that the holder of this lease has."""
+    return (
+        tasks.c.id == task_id,
+        tasks.c.state == TaskState.RUNNING,
+        tasks.c.lease_token == token,
+        tasks.c.lease_token != "",
+    )
+
+
 def _held(conn: sa.Connection, task_id: str, token: str, values: Mapping[str, Any]) -> Task:
     """Update as the lease holder; Problem `stale_lease` after the end of the lease or the task."""
     update = (
         sa.update(tasks)
-        .where(
-            tasks.c.id == task_id,
-            tasks.c.state == TaskState.RUNNING,
-            tasks.c.lease_token == token,
-            tasks.c.lease_token != "",
-        )
+        .where(*_of_holder(task_id, token))
         .values(**(values or {"lease_token": token}))
         .returning(tasks)
     )

@@ -29,21 +29,19 @@ def latest(conn: sa.Connection) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True)
 class _Source:
-    """A table with rows of the timeline. of: the condition for the rows of a node, an allocation or
-    a request, by the names of `of`'s arguments.
+    """A table with rows of the timeline. bodies: the whole rows. of: the condition for the rows of
+    a node, an allocation or a request, by the names of `of`'s arguments.
     """
 
     type: str
     table: sa.Table
+    bodies: sa.Select[Any]
     of: Mapping[str, Callable[[str], sa.ColumnElement[bool]]]
-    task: bool = False
 
     def places(self, given: Mapping[str, str], page: Page | None) -> sa.Select[Any]:
         """Position and type of the source's rows on a page."""
         at, id = self.table.c.at, self.table.c.id
-        query = sa.select(at, sa.literal(self.type, sa.Text).label("type"), id)
-        if self.task:
-            query = query.join(tasks, tasks.c.id == self.table.c.task_id)
+        query = self.bodies.with_only_columns(at, sa.literal(self.type, sa.Text).label("type"), id)
         query = query.where(*(self.of[name](value) for name, value in given.items()))
         if page is None:
             return query
@@ -71,11 +69,24 @@ def _audited(kind: str) -> Callable[[str], sa.ColumnElement[bool]]:
 
 _NAMES = ("node_id", "allocation_id", "correlation_id")
 _SOURCES = (
-    _Source(STATE, history, {name: _equals(history.c[name]) for name in _NAMES}),
-    _Source(PROGRESS, task_events, {name: _equals(tasks.c[name]) for name in _NAMES}, task=True),
+    _Source(
+        STATE,
+        history,
+        sa.select(history),
+        {name: _equals(history.c[name]) for name in _NAMES},
+    ),
+    _Source(
+        PROGRESS,
+        task_events,
+        sa.select(task_events, tasks.c.kind, tasks.c.node_id, tasks.c.allocation_id).join(
+            tasks, tasks.c.id == task_events.c.task_id
+        ),
+        {name: _equals(tasks.c[name]) for name in _NAMES},
+    ),
     _Source(
         AUDIT,
         audit_log,
+        sa.select(audit_log),
         {
             "node_id": _audited("node"),
             "allocation_id": _audited("allocation"),
@@ -83,17 +94,6 @@ _SOURCES = (
         },
     ),
 )
-
-_BODIES: dict[str, tuple[sa.Table, sa.Select[Any]]] = {
-    STATE: (history, sa.select(history)),
-    PROGRESS: (
-        task_events,
-        sa.select(task_events, tasks.c.kind, tasks.c.node_id, tasks.c.allocation_id).join(
-            tasks, tasks.c.id == task_events.c.task_id
-        ),
-    ),
-    AUDIT: (audit_log, sa.select(audit_log)),
-}
 
 ORDER = Order(
     sa.select(history.c.at, sa.literal("", sa.Text).label("type"), history.c.id).subquery(),
@@ -120,8 +120,10 @@ def of(
     order = Order(every, ORDER.columns, descending=True)
     places = rows.every(conn, part(sa.select(every), order, page))
     bodies: dict[tuple[str, int], Record] = {}
-    for kind, (table, query) in _BODIES.items():
-        ids = [row["id"] for row in places if row["type"] == kind]
-        for body in rows.every(conn, query.where(table.c.id.in_(ids))):
-            bodies[kind, body["id"]] = body
+    for source in _SOURCES:
+        ids = [row["id"] for row in places if row["type"] == source.type]
+        for body in (
+            rows.every(conn, source.bodies.where(source.table.c.id.in_(ids))) if ids else ()
+        ):
+            bodies[source.type, body["id"]] = body
     return [{**bodies[row["type"], row["id"]], "type": row["type"]} for row in places]
