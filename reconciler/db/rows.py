@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -243,6 +243,11 @@ def literal(value: str) -> sa.ColumnElement[str]:
     index.
     """
     return sa.literal_column(f"'{value}'", sa.Text)
+
+
+def literals(states: Iterable[str]) -> list[sa.ColumnElement[str]]:
+    """The same for several states."""
+    return [literal(state) for state in states]
 
 
 def new_id() -> str:

@@ -139,7 +139,7 @@ def machines(conn: sa.Connection, project_id: str, page: Page | None = None) -> 
         .join(app_instances, app_instances.c.id == app_members.c.instance_id, isouter=True)
         .where(
             allocations.c.project_id == project_id,
-            allocations.c.state.in_([rows.literal(state) for state in LIVE_ALLOCATIONS]),
+            allocations.c.state.in_(rows.literals(LIVE_ALLOCATIONS)),
         )
     )
     return rows.every(conn, part(query, MACHINES, page))

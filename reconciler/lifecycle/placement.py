@@ -432,7 +432,7 @@ def _busy() -> sa.Select[tuple[str]]:
     other = slots.alias("busy")
     return sa.select(other.c.node_id).where(
         other.c.retired_at.is_(None),
-        other.c.status.not_in([rows.literal(state) for state in IDLE_SLOTS]),
+        other.c.status.not_in(rows.literals(IDLE_SLOTS)),
     )
 
 

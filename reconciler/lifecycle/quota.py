@@ -163,7 +163,7 @@ def _require_rate(
 def _rows(conn: sa.Connection, project_id: str, now: float) -> list[Allocation]:
     """Allocations that hold capacity, and those of the last hour, the oldest first."""
     of_project = allocations.c.project_id == project_id
-    holds = allocations.c.state.in_([rows.literal(state) for state in LIVE_ALLOCATIONS])
+    holds = allocations.c.state.in_(rows.literals(LIVE_ALLOCATIONS))
     # An index for each alternative, and a time as a value, because no index serves the clock: a
     # project may have had very many.
     query = sa.select(allocations).where(

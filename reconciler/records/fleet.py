@@ -92,7 +92,7 @@ def _slots(conn: sa.Connection, node_ids: Sequence[str]) -> dict[str, list[dict[
     live = sa.and_(
         claims.c.slot_id == slots.c.id,
         claims.c.kind == rows.literal(ClaimKind.SLICE),
-        claims.c.state.in_([rows.literal(state) for state in LIVE_CLAIMS]),
+        claims.c.state.in_(rows.literals(LIVE_CLAIMS)),
     )
     query = (
         sa.select(*(slots.c[name] for name in names), holder)
