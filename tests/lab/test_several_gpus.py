@@ -1,7 +1,8 @@
 """Slices with two and with four GPUs, whose memory is pages of 1 GiB.
 
-They play on a lab host of their own. It has two processors on each NUMA node, so that all four of
-its GPUs are slots, and more memory than the host of the other tests.
+They play on a lab host of their own. It has three processors on each NUMA node, one of which is
+kept for the host, so that all four of its GPUs are slots. It has more memory than the host of the
+other tests.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
 
 from lab import canary
 from lab.demo import slice_steps
@@ -25,11 +27,11 @@ PAGES = {0: 2, 1: 2}
 @pytest.fixture(scope="module")
 def large() -> Iterator[Stage]:
     """A host with four available slots, two on each NUMA node."""
-    size = {"GPUAAS_LAB_CPUS_PER_NODE": "2", "GPUAAS_LAB_MEMORY_MIB": "10240"}
+    size = {"GPUAAS_LAB_CPUS_PER_NODE": "3", "GPUAAS_LAB_MEMORY_MIB": "10240"}
     with prepared.alone("large", size, slots=(0, 1, 2, 3)) as stage:
         enrol, *rest = prepared.STEPS
         enrol(stage)
-        stage.use_vm(hugepages=True, memory_mib_per_gpu=1024)
+        stage.use_vm(hugepages=True, memory_mib_per_gpu=1024, host_cpus=1)
         pages = {"pages": sum(PAGES.values()), "reserve_mib": 2048}
         stage.use(tuning=["hugepages-1g"], hugepages_1g=pages)
         for step in rest:
@@ -58,6 +60,7 @@ def test_a_slice_has_its_gpus_where_they_are_and_leaves_all_slots_clean(
     nodes = sorted(slot["numa_node"] for slot in held)
     assert nodes == [0, 0, 1, 1] if count == 4 else len(set(nodes)) == 1
     assert _free_pages(large) == {node: PAGES[node] - nodes.count(node) for node in PAGES}
+    _require_pinned(large, set(nodes))
 
     proof = json.loads(slice_steps.in_guest(large, "sudo python3 -", slice_steps.PROOF.read_text()))
     assert (len(proof["gpus"]), proof["ok"]) == (count, True), proof
@@ -107,6 +110,39 @@ print(json.dumps({
     "disks": {p: os.path.realpath(p) for p in disks},
 }))
 """
+
+
+# Run on the host: each thread of a domain's QEMU with the processors on which it may run.
+THREADS = """
+import json, pathlib, re, subprocess, sys
+find = ["pgrep", "-f", f"qemu.*guest={sys.argv[1]}"]
+(pid,) = subprocess.check_output(find, text=True).split()
+rows = []
+for task in pathlib.Path("/proc", pid, "task").iterdir():
+    try:
+        status, comm = (task / "status").read_text(), (task / "comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        continue  # QEMU ends idle threads of its pool.
+    allowed = re.search(r"Cpus_allowed_list:\\s+(\\S+)", status)
+    name = "main" if task.name == pid else comm.split()[0]
+    rows.append((name, allowed[1]))
+print(json.dumps(rows))
+"""
+
+
+def _require_pinned(stage: Stage, nodes: set[int]) -> None:
+    """The guest's processors leave the first one of each node to the host and to QEMU's own threads
+    and those of disks.
+    """
+    lists = {n: stage.on_host("cat", f"/sys/devices/system/node/node{n}/cpulist") for n in nodes}
+    cpus = {node: _host.numbers(text) for node, text in lists.items()}
+    kept = {node_cpus[0] for node_cpus in cpus.values()}
+    guests = {cpu for node_cpus in cpus.values() for cpu in node_cpus} - kept
+    domain = _object_names.domain_name(stage.facts["allocation"]["id"])
+    allowed: dict[str, set[int]] = {"CPU": set(), "IO": set(), "main": set()}
+    for name, text in json.loads(stage.on_host("python3", "-", domain, stdin=THREADS)):
+        allowed.get(name, set()).update(_host.numbers(text))
+    assert allowed == {"CPU": guests, "IO": kept, "main": kept}
 
 
 def _slots(stage: Stage) -> list[dict[str, Any]]:
