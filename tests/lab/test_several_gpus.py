@@ -27,7 +27,9 @@ PAGES = {0: 2, 1: 2}
 @pytest.fixture(scope="module")
 def large() -> Iterator[Stage]:
     """A host with four available slots, two on each NUMA node."""
-    size = {"GPUAAS_LAB_CPUS_PER_NODE": "3", "GPUAAS_LAB_MEMORY_MIB": "10240"}
+    # The first node has 4 GiB in one piece. Of these the kernel's image, which lies anywhere, and
+    # its tables may take a page each.
+    size = {"GPUAAS_LAB_CPUS_PER_NODE": "3", "GPUAAS_LAB_MEMORY_MIB": "12288"}
     with prepared.alone("large", size, slots=(0, 1, 2, 3)) as stage:
         enrol, *rest = prepared.STEPS
         enrol(stage)
