@@ -119,6 +119,8 @@ def bind(stage: Stage) -> Evidence:
 
 def parity(stage: Stage) -> Evidence:
     """Rediscover the host and run parity in one pass. Only a pass makes the slots available."""
+    # The host fetches the image meanwhile, so that a launch finds it.
+    caching = _cache_image(stage)
     stage.task(stage.path("/slice-topology/discovery"))
     result = stage.task(stage.path("/parity"))
     report = stage.api().get(stage.path("/parity"))["document"]
@@ -129,7 +131,9 @@ def parity(stage: Stage) -> Evidence:
     status = [slot["status"] for slot in slots]
     if set(status) != {"available"}:
         raise LabError(f"expected every slot available after parity; found {status}: {result}")
-    _sell(stage)
+    stage.follow(caching)
+    stage.api().put("/admin/settings/slice-scheduling", {"enabled": True})
+    stage.api().put(stage.path("/scheduling"), {"enabled": True})
     return {
         "failures": report["failures"],
         "warnings": report["warnings"],
@@ -138,8 +142,8 @@ def parity(stage: Stage) -> Evidence:
     }
 
 
-def _sell(stage: Stage) -> None:
-    """Cache the image on the host in advance and enable slice scheduling."""
+def _cache_image(stage: Stage) -> dict[str, Any]:
+    """Register the image; return the task that caches it on the host."""
     api, image = stage.api(), stage.facts["image"]
     entry = api.post(
         "/admin/images",
@@ -153,9 +157,8 @@ def _sell(stage: Stage) -> None:
         },
     )
     stage.facts["image_id"] = entry["id"]
-    stage.task(stage.path("/image-cache"), {"image_id": entry["id"]})
-    api.put("/admin/settings/slice-scheduling", {"enabled": True})
-    api.put(stage.path("/scheduling"), {"enabled": True})
+    task: dict[str, Any] = api.post(stage.path("/image-cache"), {"image_id": entry["id"]})
+    return task
 
 
 def _document(stage: Stage) -> dict[str, Any]:
