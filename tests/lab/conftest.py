@@ -28,13 +28,19 @@ STORY = (
     "test_roles",
     "test_guest_pool",
     "test_power_cut",
+    "test_firmware_change",
     "test_entry_points",
     "test_way_back",
     "test_whole_machine",
     "test_way_forth",
 )
 # Each has a host of its own, and is played before the story.
-ALONE = ("test_worked_slice", "test_several_gpus", "test_docker_and_ufw")
+ALONE = (
+    "test_worked_slice",
+    "test_several_gpus",
+    "test_docker_and_ufw",
+    "test_missing_packages",
+)
 
 # Tests of make test-long, which also plays the rest of the story. `make test` plays one short
 # scenario of test_roles.py, another on each day.
@@ -44,6 +50,7 @@ LONG = frozenset(
         "test_roles",
         "test_guest_pool",
         "test_power_cut",
+        "test_firmware_change",
         "test_entry_points",
         "test_way_forth",
     }

@@ -133,6 +133,16 @@ def test_a_job_is_left_to_the_power_cycle_and_followed_afterwards(idrac: Idrac) 
     assert idrac.called("jobqueue", "create") == 1 and idrac.state()["cycles"] == 1
 
 
+def test_a_job_ends_in_another_boot_only(idrac: Idrac) -> None:
+    """As on the lab host, where the machine is really restarted."""
+    idrac.set(boots=True)
+    assert idrac.refused(deadline=0) == "bios_job_timeout"
+    idrac.set(jobs=[{**job, "boot": "an earlier one"} for job in idrac.state()["jobs"]])
+    after = idrac.drive()
+    assert after.done == ["finish_job"] and after.facts["settled"]
+    assert idrac.called("jobqueue", "create") == 1 and idrac.state()["cycles"] == 1
+
+
 @pytest.mark.parametrize("command", ["get", "jobqueue view", "jobqueue create"])
 @pytest.mark.parametrize("answer", ["garbage", "empty"])
 def test_what_is_no_answer_is_not_taken_for_one(idrac: Idrac, command: str, answer: str) -> None:

@@ -1,6 +1,7 @@
 """Packages of a slice host, installed by apt itself on systems that lack all of them.
 
-The lab host's image has them already, because an emulated host unpacks them slowly.
+The lab host's image has them already, because an emulated host unpacks them slowly. Some of them
+are removed and installed there by tests/lab/test_missing_packages.py.
 """
 
 from __future__ import annotations
