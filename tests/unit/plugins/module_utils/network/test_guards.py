@@ -161,6 +161,37 @@ def test_a_switch_that_starts_gets_all_flows_in_one_transaction(
     assert violations(rig) == []
 
 
+def test_a_lost_flow_of_the_bridge_resets_no_counter_of_a_guest(rig: Rig) -> None:
+    def refused() -> int:
+        # The switch adds the packets of its datapath to the flows.
+        rig.ask_switch("revalidator/purge")
+        return sum(
+            packets
+            for cookie, flow, packets in _flows.counted("ovsbr0")
+            if (cookie, flow.actions) == (A.guard.cookie, "drop")
+        )
+
+    assert violations(rig) == []
+    before = refused()
+    assert before
+    lost = ["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={_flows.BASE_COOKIE}/-1,table=11"]
+    rig.run(lost)
+    assert rig.restore() == ["guard_bridge ovsbr0 flows"]
+    assert refused() == before
+    # Something of a port was lost at the same time.
+    limit = f"meter={rig.number(A)},pktps,stats,bands=type=drop,rate=999999"
+    for words in (
+        ["del-flows", "ovsbr0", f"cookie={A.guard.cookie}/-1,table=20"],
+        ["-OOpenFlow13", "mod-meter", "ovsbr0", limit],
+    ):
+        rig.run(lost)
+        rig.run(["ovs-ofctl", *words])
+        done = rig.restore()
+        assert done[0] == "guard_bridge ovsbr0 flows" and rig.restore() == []
+        assert done[1:] == ([f"guard_port {A.guard.port}"] if limit in words else [])
+    assert violations(rig) == []
+
+
 def test_a_flow_that_the_switch_refuses_shuts_its_own_port_only(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
