@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,8 @@ STEPS = (
     *("secure_bridge", "guard_bridge", "guard_port", "remove_flows", "remove_filter"),
     *("load_firewall", "limit_connections"),
 )
+# Those of one port.
+_OF_A_PORT = ("guard_port", "remove_filter")
 
 # Seconds between two rounds of the network's boot service. Firewall, NAT and the like are compared
 # in every n-th round only, because nothing but a person changes them.
@@ -464,9 +466,34 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
 def restoring(params: Params, *, with_firewall: bool) -> Iterator[str]:
     """As `restore`, and gives each step once it is done, because a later one may fail."""
     state = observe(params, with_firewall=with_firewall)
-    for step in plan(params, state) if state else ():
-        apply(params, step)
-        yield f"{step.name} {step.subject}"
+    for refusal in (yield from doing(apply, params, plan(params, state) if state else ())):
+        raise refusal
+
+
+def doing(
+    apply_step: Callable[[Params, _change.Step], object],
+    params: Params,
+    steps: Iterable[_change.Step],
+) -> Generator[str, None, list[Refusal]]:
+    """Do the steps, and give each once it is done. A port that fails keeps no later step from being
+    done; returns the refusals of such ports.
+    """
+    failures = []
+    for step in steps:
+        try:
+            apply_step(params, step)
+        except Refusal as refusal:
+            if step.name not in _OF_A_PORT:
+                raise
+            failures.append(_at_once_if_hung(refusal))
+        else:
+            yield f"{step.name} {step.subject}"
+    return failures
+
+
+def without_neighbours(steps: Iterable[_change.Step], port: str) -> list[_change.Step]:
+    """The steps without those of other ports."""
+    return [step for step in steps if step.name not in _OF_A_PORT or step.subject == port]
 
 
 def _with_probe(params: Params) -> dict[str, _flows.Guard]:

@@ -307,6 +307,32 @@ def test_a_domain_starts_with_its_guard_in_force(rig: Rig) -> None:
     assert violations(rig) == []
 
 
+def test_a_neighbour_whose_guard_fails_keeps_no_domain_from_its_start(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_start_hook, "_DEADLINE_S", 0.3)
+    real = _guards.install
+    failing = B
+
+    def install(params: Any, guard: _flows.Guard, number: int) -> int:
+        if guard == failing.guard:
+            raise Refusal("command_failed", expected="rc 0", found="flow refused", remedy="")
+        return real(params, guard, number)
+
+    monkeypatch.setattr(_guards, "install", install)
+    for guest in (A, B):
+        rig.run(["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={guest.guard.cookie}/-1"])
+    assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 0
+    assert set(_flows.guards("ovsbr0")) == {A.guard.cookie}
+    failing = A
+    rig.run(["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={A.guard.cookie}/-1"])
+    assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 1
+    assert "flow refused" in capsys.readouterr().err
+    monkeypatch.undo()
+    rig.restore()
+    assert violations(rig) == []
+
+
 @pytest.mark.covers("I17")
 def test_a_domain_starts_without_the_connections_of_one_before(rig: Rig) -> None:
     """The number of its port and its address may have been another's."""
