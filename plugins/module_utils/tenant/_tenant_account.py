@@ -51,7 +51,7 @@ class Traces:
     def checks(self) -> dict[str, dict[str, object]]:
         """An entry for each trace, in the form of slice_absence."""
         texts: dict[str, str] = {
-            "account": ", ".join((*self.accounts, *self.groups)),
+            "account": ", ".join((*self.accounts, *(f"group {name}" for name in self.groups))),
             "sudoers": SUDOERS if self.sudoers else "",
             "sessions": "its slice is alive" if self.slice_alive else "",
             "processes": ", ".join(map(str, self.processes)),
