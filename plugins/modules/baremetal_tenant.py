@@ -13,8 +13,8 @@ description:
   - V(present) makes the account with its home, its SSH keys and sudo. It has no password.
   - V(ended) takes sudo away, locks the account, stops its sessions and ends every process of its
     uid, and of that uid only. What sudo started counts by its login uid, which the kernel keeps.
-  - V(absent) does the same, and removes crontabs, queued jobs, lingering, the account, its home and
-    every file of its uid in folders that all may write to.
+  - V(absent) does the same, and removes crontabs, queued jobs, lingering, the account, its group,
+    its home and every file of its uid in folders that all may write to.
   - With O(workers), V(present) also starts workers of a pool for inference jobs; V(ended) ends them
     with their unit and token, and V(absent) removes their models.
   - A tenant has had root. Traces that a tenant left as root are not searched here but reported by
@@ -116,6 +116,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.tenant import (
     _tenant_account,
 )
 
+_REMOVALS = {"remove_account": "userdel", "remove_group": "groupdel"}
 _FOLDERS = {
     "remove_schedules": _tenant_account.SCHEDULES,
     "remove_files": _tenant_account.SHARED,
@@ -219,6 +220,7 @@ def _absent(params: _change.Params, state: State) -> list[_change.Step]:
     if left.mounts:
         steps.append(_change.Step("unmount_home", home, list(left.mounts), []))
     steps += [_change.Step("remove_account", account, "present", None) for account in left.accounts]
+    steps += [_change.Step("remove_group", group, "present", None) for group in left.groups]
     if left.home:
         steps.append(_change.Step("remove_home", f"{home} and what is in it", "present", None))
     if left.files:
@@ -250,8 +252,9 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
             _host.remove(step.subject)
         case "unmount_home":
             _tenant_account.unmount_home(name)
-        case "remove_account":
-            _command.run(["userdel", "--", step.subject])
+        case "remove_account" | "remove_group":
+            # 6: there is none. The group goes with the account, unless it has members.
+            _command.run([_REMOVALS[step.name], "--", step.subject], ok=(0, 6))
         case "remove_home":
             _tenant_account.remove_home(name)
         case "remove_schedules" | "remove_files":

@@ -17,7 +17,8 @@ description:
     site's own is kept instead, with a warning.
   - Has mdadm assemble no array but those of its ARRAY lines, by a block of C(mdadm.conf), because
     its script in the initramfs reads all disks. Where an array of the host has no such line, or the
-    site has an AUTO line of its own, nothing is written and a warning says so.
+    site has an AUTO line of its own, nothing is written and a warning says so. Another warning
+    names the ARRAY lines of arrays that do not run, which may be on a tenant's disk.
   - Has GRUB's C(os-prober) leave all disks alone, and builds the initramfs anew, so that all of it
     holds from the first second of a boot.
   - Warns where the host imports ZFS pools of any disk.

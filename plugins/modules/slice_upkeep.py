@@ -23,8 +23,8 @@ description:
   - A difference that remains is returned in RV(baseline) and does not fail the module. The same
     applies to a full or read-only file system, and to a network of the profile that bootstrap has
     not established. Rules of such a network hold from the next bootstrap, and the host is compared
-    with those of the last one. On a host that is not in slice mode the baseline is unknown, with
-    C(known) false.
+    with those of the last one, and repaired by them. On a host that is not in slice mode the
+    baseline is unknown, with C(known) false.
 options:
   profile:
     description: The hardware profile of the host.
@@ -43,7 +43,7 @@ options:
     default: ""
 attributes:
   check_mode:
-    description: Checks once and repairs nothing.
+    description: Checks once, names stopped guardians, and repairs nothing.
     support: full
   diff_mode:
     description: RV(repairs) names the steps instead.

@@ -141,6 +141,16 @@ def fence_of_ended_runs(conn: sa.Connection, id: str) -> int | None:
     return min(numbers, default=allocation.generation)
 
 
+def lock_slices(conn: sa.Connection, node_id: str) -> None:
+    """Lock the active slices of a node before the node itself, for the end of a task of the node
+    that may change their power.
+    """
+    query = sa.select(allocations.c.id).where(
+        allocations.c.node_id == node_id, allocations.c.state == AllocationState.ACTIVE
+    )
+    conn.execute(query.order_by(allocations.c.id).with_for_update(key_share=True))
+
+
 def interrupted(conn: sa.Connection, ids: Collection[str]) -> None:
     """Note that a restart of the host stops these slices, which the next proof starts again."""
     for id in sorted(ids):

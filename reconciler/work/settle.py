@@ -22,7 +22,7 @@ from reconciler.db import clock, locks
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.schema import Task
 from reconciler.lifecycle import gate as slot_gate
-from reconciler.lifecycle import host, retention, task_failures
+from reconciler.lifecycle import host, power, retention, task_failures
 from reconciler.lifecycle.task_failures import Failure, act_of, locked_subject
 from reconciler.model import gate, host_faults
 from reconciler.model.errors import Problem
@@ -60,6 +60,8 @@ _PAUSE_FACTOR = 4
 _TRANSIENT = frozenset({"command_timeout", "image_unreachable"})
 # Codes of a run without a reported end: its process or the connection to its host was lost.
 _BROKEN = frozenset({"run_failed", "run_lost", FOLDER_GONE})
+# Tasks of a node whose success may change the power of its slices.
+_OF_SLICES = frozenset({TaskKind.SLICE_DRIFT_RECONCILE, TaskKind.NODE_PARITY})
 # Codes of failures that only Ansible or the system has put in words.
 _UNNAMED = frozenset({"task_failed", "system_error", "command_failed"})
 
@@ -157,6 +159,8 @@ def _succeed(
     evidence: dict[str, Any] = {}
 
     def record(conn: Connection) -> None:
+        if task.kind in _OF_SLICES:
+            power.lock_slices(conn, task.node_id)
         with locked_subject(conn, task):
             work = open_work(conn, settings, task)
             host.record_answer(conn, task.node_id, work.act.because("its run ended well"))

@@ -215,7 +215,14 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         outcome.steps_done.append(step)
         if evidence is not None:
             outcome.evidence[step.name] = evidence
-    _verify(subject, params, outcome, reported)
+    try:
+        _verify(subject, params, outcome, reported)
+    except (Refusal, OSError, ValueError) as problem:
+        refusal = (
+            problem if isinstance(problem, Refusal) else _unforeseen("the second read", problem)
+        )
+        # The steps are done. What was read before them is no fact any more.
+        outcome.failure, outcome.failed_step, outcome.facts = refusal, "verify", {}
     return outcome
 
 

@@ -195,6 +195,24 @@ def _md_doubt(state: State) -> Refusal | None:
     return None
 
 
+def _md_surplus(state: State) -> Refusal | None:
+    """ARRAY lines of arrays that do not run. `mkconf` lists each array that a scan of all disks
+    finds, and mdadm assembles an array with such a line in spite of the block.
+    """
+    lines = _identities(_md_lines(state.md_text))
+    listed = {_uuid(words) for words in lines if "<ignore>" not in words}
+    surplus = sorted(listed - {"", *map(_uuid, state.md_arrays)})
+    if not surplus:
+        return None
+    return Refusal(
+        "md_arrays_not_running",
+        expected=f"ARRAY lines in {state.md_file} of arrays that run on the host",
+        found=f"lines of {', '.join(surplus)[:200]}, which may be on a tenant's disk",
+        remedy="remove the lines that are not the host's own, then run the bind_topology playbook"
+        " and `update-initramfs -u`",
+    )
+
+
 def read() -> State:
     local, md_file = _text(LVM), md_config()
     site = _managed_block.without_block(local) + "\n" + _text("/etc/lvm/lvm.conf")
@@ -273,8 +291,8 @@ def plan(params: _change.Params, state: State) -> _change.Plan:
         found="zfs-import-scan.service is enabled, which a tenant can give a pool of any name",
         remedy="disable it: systemctl disable zfs-import-scan.service",
     )
-    md = _md_doubt(state) if state.md else None
-    rows = (doubt if state.filtered else None, scan if state.zfs_scan else None, md)
+    md = (_md_doubt(state), _md_surplus(state)) if state.md else ()
+    rows = (doubt if state.filtered else None, scan if state.zfs_scan else None, *md)
     doubts = tuple(row for row in rows if row and params["slots"])
     return _change.Plan(tuple(_steps(params, state)), doubts=doubts)
 

@@ -66,7 +66,7 @@ class _Lines:
         self._secret = secret
 
     def outcome(self, outcome: _change.Outcome, *, applied: bool, power_cycle: bool) -> None:
-        for attribute in outcome.facts["attributes"]:
+        for attribute in outcome.facts.get("attributes", ()):
             self._line(
                 "GPUAAS_SLICE_BIOS",
                 attribute=attribute["name"],
@@ -83,7 +83,7 @@ class _Lines:
                 self._print(f"GPUAAS_SLICE_BIOS_PLAN {quoted(name)}={quoted(value)}")
         if outcome.plan.steps:
             self._line("GPUAAS_SLICE_BIOS_RESTART", **_restart(power_cycle=power_cycle))
-        for job in outcome.facts["jobs"]:
+        for job in outcome.facts.get("jobs", ()):
             if _bios.Job(**job).phase is _bios.Phase.OPEN:
                 self.job(_bios.Job(**job))
         if outcome.failure is not None:

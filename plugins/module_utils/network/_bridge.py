@@ -12,7 +12,7 @@ import ipaddress
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,13 +230,12 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
     """
 
     def rounds(settings: Params, turn: int) -> Iterator[str]:
-        seldom = turn % _guards.SELDOM == _guards.SELDOM - 1
-        if seldom:
+        if turn % _guards.SELDOM == _guards.SELDOM - 1:
             # First, because without it the guards cannot be compared.
             yield from _start_switch()
-        yield from _guards.restoring(settings, with_firewall=turn % _guards.SELDOM == 0)
-        if seldom:
             yield from restore(settings)
+        else:
+            yield from _guards.restoring(settings, with_firewall=turn % _guards.SELDOM == 0)
 
     # The bridge fails closed until the switch answers.
     return _boot_service.watch(
@@ -250,11 +249,12 @@ def watch(settings_path: str, *, sleep: Callable[[float], None] = time.sleep) ->
 
 
 def restore(params: Params) -> Iterator[str]:
-    """Bring back what carries the guests' traffic: bridge, address, forwarding, NAT, filter, DHCP.
+    """Bring back the isolation, and what carries the guests' traffic: bridge, address, forwarding,
+    NAT, filter, DHCP.
 
     Gives each step that was needed once it is done.
     """
-    yield from restore_live(params)
+    failures = yield from restore_live(params)
     if _is_down(DHCP):
         try:
             with _baseline_files.dhcp_lock(wait_s=1):
@@ -266,6 +266,8 @@ def restore(params: Params) -> Iterator[str]:
             # A run that stops dnsmasq starts it again.
             if refusal.code != "lock_held":
                 raise
+    for failure in failures:
+        raise failure
 
 
 def _start_switch() -> Iterator[str]:
@@ -283,14 +285,13 @@ def _is_down(name: str) -> bool:
     return service.enabled and not service.active
 
 
-def restore_live(params: Params) -> Iterator[str]:
+def restore_live(params: Params) -> Generator[str, None, list[Refusal]]:
+    """As `restore`, without DHCP. Returns the refusals of ports whose guard failed."""
     planned = plan(params, observe(params))
     for blocker in planned.blockers:
         raise blocker
-    for step in planned.steps:
-        if not step.soft:
-            apply(params, step)
-            yield f"{step.name} {step.subject}"
+    steps = [step for step in planned.steps if not step.soft]
+    return (yield from _guards.doing(apply, params, steps))
 
 
 def link_there() -> bool:

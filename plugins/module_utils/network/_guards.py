@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,8 @@ STEPS = (
     *("secure_bridge", "guard_bridge", "guard_port", "remove_flows", "remove_filter"),
     *("load_firewall", "limit_connections"),
 )
+# Those of one port.
+_OF_A_PORT = ("guard_port", "remove_filter")
 
 # Seconds between two rounds of the network's boot service. Firewall, NAT and the like are compared
 # in every n-th round only, because nothing but a person changes them.
@@ -179,9 +181,9 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
         for cookie, flows in sorted(state.flows.items())
         if cookie not in state.expected and cookie != _flows.BASE_COOKIE
     ]
-    # Without its own flows the switch has just started, and lacks those of the ports too.
-    started = state.flows.get(_flows.BASE_COOKIE, frozenset()) != _flows.BASE
-    if started:
+    # Without its own flows the switch has usually just started, and lacks those of the ports too.
+    loads_all = state.flows.get(_flows.BASE_COOKIE, frozenset()) != _flows.BASE
+    if loads_all:
         installed = [state.flows.get(cookie, frozenset()) for cookie in state.expected]
         steps.append(
             _change.Step(
@@ -199,9 +201,10 @@ def plan(params: Params, state: State | None) -> list[_change.Step]:
     ]
     for cookie, guard in sorted(state.guards.items()):
         expected = state.expected.get(cookie)
-        if expected is None or started:
+        flows = state.flows.get(cookie, frozenset())
+        if expected is None or (loads_all and flows != expected):
             continue
-        number, flows = state.ports[guard.port], state.flows.get(cookie, frozenset())
+        number = state.ports[guard.port]
         rates = _shown(state.limits.get(number, 0), state.connections, number)
         rate = egress_of(params, guard).packets_per_second
         needed = None if state.connections is None else {number: _flows.CONNECTIONS}
@@ -254,24 +257,28 @@ def apply(params: Params, step: _change.Step) -> None:
 
 
 def _guard_bridge(params: Params) -> None:
-    """Load the flows of the bridge and of all its guarded ports in one transaction.
+    """Load the flows of the bridge and of its guarded ports in one transaction. A port whose flows
+    are as they must be keeps them, because a load begins their counters anew.
 
-    A port that fails is shut, unless its flows are as they must be, and keeps no other one shut;
-    its refusal is raised at the end. A program that hangs would do so for each port, longer than
-    the guardian's watchdog waits, so its refusal is raised at once.
+    A port that fails is shut and keeps no other one shut; its refusal is raised at the end. A
+    program that hangs would do so for each port, longer than the guardian's watchdog waits, so its
+    refusal is raised at once.
     """
     bridge = params["bridge"]
     loads: list[_flows.Load] = []
     failures: list[Refusal] = []
     with _one_writer():
-        local = _flows.local_addresses()
+        local, there = _flows.local_addresses(), _flows.every(bridge)
         for guard, number in _plugged(params):
+            flows = rules_of(params, guard, number, local)
+            if there.get(guard.cookie) == flows:
+                continue
             try:
                 loads.append(_load_of(params, guard, number, local))
             except Refusal as refusal:
                 failures.append(_at_once_if_hung(refusal))
-                flows = rules_of(params, guard, number, local)
-                loads += _shut(bridge, _flows.of_port(guard, number, flows))
+                # Its flows are none of the guard's.
+                loads.append(_flows.of_port(guard, number, frozenset()))
         try:
             _flows.load(bridge, _flows.BASE_LOAD, *loads)
         except Refusal as refused:
@@ -284,16 +291,9 @@ def _guard_bridge(params: Params) -> None:
                     _flows.load(bridge, load_of_port)
                 except Refusal as refusal:
                     failures.append(_at_once_if_hung(refusal))
-                    for each in _shut(bridge, load_of_port):
-                        _flows.load(bridge, each)
+                    _flows.load(bridge, dataclasses.replace(load_of_port, flows=frozenset()))
     if failures:
         raise failures[0]
-
-
-def _shut(bridge: str, load_of_port: _flows.Load) -> list[_flows.Load]:
-    """What deletes the port's flows, if they are not those of the load."""
-    right = _flows.installed(bridge, load_of_port.cookie) == load_of_port.flows
-    return [] if right else [dataclasses.replace(load_of_port, flows=frozenset())]
 
 
 def _at_once_if_hung(refusal: Refusal) -> Refusal:
@@ -466,9 +466,34 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
 def restoring(params: Params, *, with_firewall: bool) -> Iterator[str]:
     """As `restore`, and gives each step once it is done, because a later one may fail."""
     state = observe(params, with_firewall=with_firewall)
-    for step in plan(params, state) if state else ():
-        apply(params, step)
-        yield f"{step.name} {step.subject}"
+    for refusal in (yield from doing(apply, params, plan(params, state) if state else ())):
+        raise refusal
+
+
+def doing(
+    apply_step: Callable[[Params, _change.Step], object],
+    params: Params,
+    steps: Iterable[_change.Step],
+) -> Generator[str, None, list[Refusal]]:
+    """Do the steps, and give each once it is done. A port that fails keeps no later step from being
+    done; returns the refusals of such ports.
+    """
+    failures = []
+    for step in steps:
+        try:
+            apply_step(params, step)
+        except Refusal as refusal:
+            if step.name not in _OF_A_PORT:
+                raise
+            failures.append(_at_once_if_hung(refusal))
+        else:
+            yield f"{step.name} {step.subject}"
+    return failures
+
+
+def without_neighbours(steps: Iterable[_change.Step], port: str) -> list[_change.Step]:
+    """The steps without those of other ports."""
+    return [step for step in steps if step.name not in _OF_A_PORT or step.subject == port]
 
 
 def _with_probe(params: Params) -> dict[str, _flows.Guard]:

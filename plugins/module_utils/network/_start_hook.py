@@ -86,15 +86,21 @@ def admit(domain: str, definition: str) -> None:
 
 
 def _restored(settings: _guards.Params, guard: _flows.Guard) -> str:
-    """Restore the isolation; returns the difference that is left, or the reason."""
+    """Restore the isolation; returns the difference that is left, or the reason. A neighbour's port
+    that fails keeps no domain from its start.
+    """
+    reason = ""
     try:
-        # The guardian may do the same at the same time.
-        _guards.restore(settings, with_firewall=True)
+        try:
+            # The guardian may do the same at the same time.
+            _guards.restore(settings, with_firewall=True)
+        except Refusal as refusal:
+            reason = str(refusal)
         state = _guards.observe(settings)
         if state is None or guard.cookie not in state.expected:
             return f"{guard.port} is not on {settings['bridge']}"
-        if steps := _guards.plan(settings, state):
-            return ", ".join(f"{step.name} {step.subject}" for step in steps)
+        if steps := _guards.without_neighbours(_guards.plan(settings, state), guard.port):
+            return reason or ", ".join(f"{step.name} {step.subject}" for step in steps)
         _host_connections.forget(guard.ip)
     except Refusal as refusal:
         return str(refusal)

@@ -3,15 +3,16 @@
 It compares by parity's checks, which send traffic where they can, and repairs by bootstrap's
 modules. It starts dead guardians, restores the network, the guards of fabric functions and lost
 rate limits, and quiesces the GPU services. It frees, starts and ends nothing of a tenant. If the
-profile's network is not the one that bootstrap recorded, it is not repaired, because that change is
-an operator's. Until the next bootstrap, the host is compared with what that record says.
+profile's network is not the one that bootstrap recorded, that is named and not applied, because
+that change is an operator's. Until the next bootstrap, the host is compared and repaired by the
+rules of that record. Another bridge or other addresses are not repaired.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.boot import _gpu_services
@@ -48,8 +49,6 @@ CHECKS = (
     "image_cache",
 )
 
-_GUARDIANS = (_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
-
 Params = Mapping[str, Any]
 Rows = list[dict[str, str]]
 
@@ -59,11 +58,14 @@ def keep(params: Params, *, check_mode: bool) -> tuple[list[str], Rows]:
     if not _host_mode.is_slice():
         raise _host_mode.not_slice()
     network, recorded = params["profile"]["network"], _guards.recorded()
-    present = {**params, "profile": {**params["profile"], "network": _in_force(network, recorded)}}
+    in_force = _in_force(network, recorded)
+    present = {**params, "profile": {**params["profile"], "network": in_force}}
     unlike = _unlike(network, recorded)
     rows = look(present)
-    failed = {row["role"] for row in rows} - {"", *(["slice_network"] if unlike else [])}
-    done, refusals = ([], []) if check_mode else _mend(params, failed)
+    roles = {row["role"] for row in rows} - {""}
+    if _unlike(in_force, recorded):
+        roles.discard("slice_network")
+    done, refusals = ([], _stopped()) if check_mode else _mend(present, roles)
     # Traffic of tenants may have delayed an answer, so a failure counts when it is seen twice.
     rows = look(present) if rows and not check_mode else rows
     return done, [
@@ -130,8 +132,7 @@ def _mend(params: Params, roles: set[str]) -> tuple[list[str], list[Refusal]]:
     if limit := profile["vm"].get("mgmt_qos"):
         repairs.append(lambda done: _restore_limits(limit, done))
     # Last, because a guardian would restore the network before its differences are recorded.
-    guardians = _boot_service.present(*_GUARDIANS)
-    repairs += [functools.partial(_start_guardian, unit) for unit in guardians]
+    repairs += [functools.partial(_start_guardian, unit) for unit in _guardians()]
     done: list[str] = []
     refusals = []
     for repair in repairs:
@@ -174,16 +175,43 @@ def _restore_limits(options: Params, done: list[str]) -> None:
             done.append(f"limit_port {_object_names.port_name(allocation)}")
 
 
+def _guardians() -> list[_boot_service.Unit]:
+    """The guardians, and the telemetry, that bootstrap has installed."""
+    return _boot_service.present(_boot_units.NETWORK, _boot_units.FABRIC, _boot_units.TELEMETRY)
+
+
 def _start_guardian(unit: _boot_service.Unit, done: list[str]) -> None:
     """Start a guardian, or the telemetry, that was stopped; systemd itself restarts one that fails
-    or hangs. A guardian whose settings are lost restores nothing, even if it runs.
+    or hangs.
     """
-    if not unit.borrowed:
-        _boot_service.settings(unit.settings_path)
-    if not _boot_service.services([unit.service])[unit.service].active:
+    if _is_stopped(unit):
         step = _change.Step("start_service", unit.service, "inactive", "active")
         _boot_service.apply(unit, step)
         done.append(f"{step.name} {step.subject}")
+
+
+def _is_stopped(unit: _boot_service.Unit) -> bool:
+    """Whether it was stopped. Lost settings are refused: without them a guardian restores nothing,
+    even if it runs.
+    """
+    if not unit.borrowed:
+        _boot_service.settings(unit.settings_path)
+    return not _boot_service.services([unit.service])[unit.service].active
+
+
+def _stopped() -> Iterator[Refusal]:
+    """In check mode, what keeps a guardian from its work."""
+    for unit in _guardians():
+        try:
+            if _is_stopped(unit):
+                yield Refusal(
+                    "guardian_stopped",
+                    expected=f"{unit.service} to run",
+                    found="it is stopped",
+                    remedy="run without check mode, which starts it",
+                )
+        except Refusal as refusal:
+            yield refusal
 
 
 def _unlike(network: Params, recorded: Params) -> list[Refusal]:

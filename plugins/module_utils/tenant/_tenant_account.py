@@ -31,9 +31,12 @@ _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 
 @dataclass(frozen=True)
 class Traces:
-    """Traces of a tenant; all empty without a trace."""
+    """Traces of a tenant; all empty without a trace. groups: the group that came with the account,
+    which `userdel` leaves if the tenant has given it members.
+    """
 
     accounts: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     sudoers: bool = False
     slice_alive: bool = False
     processes: tuple[int, ...] = ()
@@ -48,7 +51,7 @@ class Traces:
     def checks(self) -> dict[str, dict[str, object]]:
         """An entry for each trace, in the form of slice_absence."""
         texts: dict[str, str] = {
-            "account": ", ".join(self.accounts),
+            "account": ", ".join((*self.accounts, *(f"group {name}" for name in self.groups))),
             "sudoers": SUDOERS if self.sudoers else "",
             "sessions": "its slice is alive" if self.slice_alive else "",
             "processes": ", ".join(map(str, self.processes)),
@@ -107,9 +110,12 @@ def taken(name: str, uid: int) -> list[Refusal]:
 def traces(name: str, uid: int) -> Traces:
     """Search all traces of the tenant."""
     home = home_of(name)
-    accounts = tuple(user.name for user in _accounts.users() if user.uid == uid)
+    users = _accounts.users()
+    # `useradd` gave it the account's number, so a group of the host is none.
+    ours = _accounts.groups().get(name) == uid and all(u.uid == uid for u in users if u.gid == uid)
     return Traces(
-        accounts=accounts,
+        accounts=tuple(user.name for user in users if user.uid == uid),
+        groups=(name,) if ours else (),
         sudoers=_host.path(SUDOERS).exists(),
         slice_alive=slice_alive(uid),
         processes=tuple(_accounts.processes(uid)),

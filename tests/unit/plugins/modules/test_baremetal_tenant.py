@@ -61,6 +61,10 @@ class Accounts:
             self.shadow[last] = "1"
         elif name == "userdel":
             self.passwd = [line for line in self.passwd if not line.startswith(f"{last}:")]
+        elif name == "groupdel":
+            file = self.tree / "etc/group"
+            left = [line for line in file.read_text().splitlines() if line.split(":")[0] != last]
+            file.write_text("".join(f"{line}\n" for line in left))
         elif name == "install":
             self.create(last.lstrip("/"), folder=True)
         elif name == "chown":
@@ -302,6 +306,21 @@ def test_a_group_of_that_name_is_found_before_anything_is_done(accounts: Account
     assert drive("present").failure is None
 
 
+def test_only_the_group_that_came_with_the_account_goes(accounts: Accounts) -> None:
+    """A run that was killed has left it, and it would keep the next tenant of that name out."""
+    groups = accounts.tree / "etc/group"
+    groups.write_text(f"adm:x:4:syslog\nalice:x:{UID}:www-data\n")
+    gone = drive("absent")
+    assert (gone.failure, gone.done) == (None, ["remove_group"])
+    assert groups.read_text() == "adm:x:4:syslog\n"
+    # One of the host, and one that an account of the host has as its own.
+    for gid, user in ((4, "ops:x:1000:1000"), (UID, f"ops:x:1000:{UID}")):
+        accounts.passwd[1] = f"{user}::/home/ops:/bin/bash"
+        accounts._write()
+        groups.write_text(f"alice:x:{gid}:\n")
+        assert drive("absent").changed is False
+
+
 def test_a_home_of_somebody_who_left_is_not_taken_over(accounts: Accounts) -> None:
     accounts.create("home/alice", folder=True, uid=1001)
     assert code("present") == "account_taken"
@@ -367,7 +386,7 @@ def test_what_sudo_started_is_the_tenants_by_its_login(tree: Path) -> None:
 
 
 REAL = """
-import json, os, sys
+import json, os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _change
@@ -384,6 +403,8 @@ for state in ("present", "ended", "absent"):
     if state == "present":
         keys = Path("/home/gpuaastest/.ssh/authorized_keys").stat()
         told[0].append([keys.st_uid, oct(keys.st_mode & 0o777)])
+        # `userdel` leaves a group with members.
+        subprocess.run(["gpasswd", "--add", "nobody", "gpuaastest"], check=True, stdout=2)
 print(json.dumps([told, before == text(), os.listdir("/home")]))
 """
 # Only this process sees these mounts, and they end with it.
@@ -411,7 +432,7 @@ def test_with_the_real_programs_the_machine_is_as_before(tmp_path: Path) -> None
     assert seen == [
         ["None", ["add_account", "write_keys", "write_sudoers"], [UID, "0o600"]],
         ["None", ["remove_sudoers", "lock_account"]],
-        ["None", ["remove_account", "remove_home"]],
+        ["None", ["remove_account", "remove_group", "remove_home"]],
     ]
     assert (same, homes) == (True, [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.firmware import (
     _bios,
     _redfish_attributes,
     _redfish_bios,
+    _redfish_command,
     _redfish_session,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.firmware._redfish_connection import Trust
@@ -135,6 +137,35 @@ def test_a_change_that_is_not_kept_fails_the_second_look(bmc: standin.Bmc) -> No
     bmc.begin(forget=True)
     outcome = drive(bmc)
     assert (outcome.failed_step, outcome.failure.code) == ("verify", "job_in_queue")
+
+
+def test_a_bmc_that_is_gone_after_the_change_is_named_with_it(
+    bmc: standin.Bmc, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, looks = _redfish_bios.subject, []
+
+    def subject(*words: Any) -> _change.Subject:
+        whole = real(*words)
+
+        def observe(params: Any) -> Any:
+            looks.append(params)
+            if len(looks) > 1:
+                raise _errors.Refusal("bmc_unreachable", expected="a", found="b", remedy="c")
+            return whole.observe(params)
+
+        return dataclasses.replace(whole, observe=observe)
+
+    monkeypatch.setattr(_redfish_bios, "subject", subject)
+    monkeypatch.setattr(_redfish_session, "end_by_signals", lambda: None)
+    environment = {
+        "IDRAC_HOST": bmc.address, "IDRAC_USER": "root", "IDRAC_PASSWORD": standin.PASSWORD,
+    }  # fmt: skip
+    words = ["--apply", f"--ca-file={bmc.ca_file}"]
+    assert _redfish_command.main(words, environment) == _redfish_command.REFUSED
+    plan, *_others, last = capsys.readouterr().out.splitlines()
+    assert plan == "GPUAAS_SLICE_BIOS_PLAN ProcVirtualization=Enabled"
+    assert "status=refused code=bmc_unreachable" in last
+    assert len(bmc.record()["patches"]) == 1
 
 
 def test_a_job_that_fails_is_named_and_not_repeated_by_itself(bmc: standin.Bmc) -> None:

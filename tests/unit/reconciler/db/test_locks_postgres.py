@@ -14,19 +14,23 @@ import sqlalchemy as sa
 from reconciler.db import locks, rows
 from reconciler.db import schema as tables
 from reconciler.db.engine import reading, retrying, transaction
-from reconciler.db.schema import Slot
+from reconciler.db.schema import Allocation, Slot
 from reconciler.lifecycle import gate, host, launch, placement, recovery, slices, task_failures
 from reconciler.lifecycle import slots as slot_life
 from reconciler.lifecycle.task_failures import Failure
+from reconciler.model.bundle import Bundle
 from reconciler.model.errors import Problem
 from reconciler.model.scheduler.snapshot import Want
-from reconciler.model.states import ProofKind
-from reconciler.records import claims, nodes, proofs, slots
+from reconciler.model.states import ProofKind, TaskKind
+from reconciler.records import claims, leasing, nodes, proofs, queue, slots
+from reconciler.runs.collect import Outcome
 from reconciler.settings import Settings
 from reconciler.work.handler import Work
-from reconciler.work.kinds import node
+from reconciler.work.kinds import HANDLERS, node
 from reconciler.work.kinds import slices as slice_kinds
+from reconciler.work.settle import settle
 from tests.unit.reconciler.conftest import ADMIN, Site
+from tests.unit.reconciler.holdings import nothing, off, tenant
 from tests.unit.reconciler.lifecycle import test_races_postgres
 
 pytestmark = pytest.mark.postgres
@@ -256,3 +260,35 @@ def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
         query = sa.select(tables.slots.c.id).where(tables.slots.c.id == slot.id)
         assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == slot.id
     assert removed.result(SOON_S).subject_id == key
+
+
+@pytest.mark.covers("SLICE-8", "I16")
+@pytest.mark.parametrize("kind", [TaskKind.SLICE_DRIFT_RECONCILE, TaskKind.NODE_PARITY])
+def test_the_end_of_a_look_at_a_host_waits_for_its_slices_and_does_not_hold_the_host(
+    sold: Site, beside: Beside, kind: TaskKind
+) -> None:
+    """It may find one powered off, or start it. Who holds the slice wants its node next."""
+    with transaction(sold.engine) as conn:
+        nodes.change(conn, "n1", ADMIN, profile="lab")
+        key, identity = sold.active(conn), sold.document(0)["identity"]
+        holdings = nothing()
+        tenant(
+            holdings, key, {slot.id: Bundle.of(vars(slot)) for slot in slots.of_node(conn, "n1")}
+        )
+        off(holdings)
+        holdings["domains"]["found"][0]["off_by_guest"] = True
+        queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
+    with transaction(sold.engine) as conn:
+        (task,) = leasing.lease(conn, "worker", kinds=[kind])
+    evidence = {"holdings": holdings, "identity": identity, "parity": sold.parity(0)}
+    outcome = Outcome("successful", {"ok": True, "evidence": evidence})
+    with transaction(sold.engine) as conn:
+        rows.get(conn, Allocation, key, lock=True)
+        settled = beside(lambda: settle(sold.engine, Settings(), HANDLERS[kind], task, outcome))
+        with pytest.raises(TimeoutError):
+            settled.result(A_WHILE_S)
+        query = sa.select(tables.nodes.c.id).where(tables.nodes.c.id == "n1")
+        assert conn.execute(query.with_for_update(nowait=True)).scalar_one() == "n1"
+    settled.result(SOON_S)
+    with reading(sold.engine) as conn:
+        assert queue.get(conn, task.id).state == "succeeded"

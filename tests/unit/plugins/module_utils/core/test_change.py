@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,28 @@ def test_a_hard_step_without_effect_still_fails() -> None:
     outcome = _change.drive(host.subject(), {}, check_mode=False)
     assert outcome.failure.found == "still open: hard(h)"
     assert [doubt.code for doubt in outcome.doubts] == ["no_card"]
+
+
+@pytest.mark.parametrize("problem", [Refusal("gone", expected="", found="", remedy=""), OSError()])
+def test_what_was_done_is_said_also_if_the_second_read_fails(problem: Exception) -> None:
+    """And nothing that the first one has read, which is over."""
+    host, module = Host(), Module()
+    subject, looks = host.subject(), []
+
+    def observe(params: Any) -> set[str]:
+        looks.append(params)
+        if len(looks) > 1:
+            raise problem
+        there: set[str] = subject.observe(params)
+        return there
+
+    facts = {"untouched": True}
+    _change.run(module, replace(subject, observe=observe, facts=lambda _params, _state: facts))
+    how, document = module.left
+    code = "gone" if isinstance(problem, Refusal) else "system_error"
+    assert (how, document["error"]["code"], document["failed_step"]) == ("fail", code, "verify")
+    assert (document["changed"], document["done"]) == (True, ["soft", "hard"])
+    assert "untouched" not in document
 
 
 @pytest.mark.parametrize(

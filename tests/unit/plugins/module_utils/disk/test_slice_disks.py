@@ -258,6 +258,27 @@ def test_an_array_of_the_host_is_still_assembled(
     assert [doubt.code for doubt in drive([]).doubts] == []
 
 
+@pytest.mark.parametrize(
+    ("line", "codes"),
+    [
+        (ARRAY.replace("0a1b", "ffff"), ["md_arrays_not_running"]),
+        (ARRAY.replace("0a1b", "ffff").replace("/dev/md/0", "<ignore>"), []),
+        ("ARRAY /dev/md/1 super-minor=1", []),
+    ],
+)
+def test_a_line_of_an_array_that_does_not_run_is_named(
+    host: Path, script: Any, line: str, codes: list[str]
+) -> None:
+    """It may be on a tenant's disk, from a scan of all disks. The block does not reach it."""
+    _host.write("/proc/mdstat", "Personalities : [raid1]\nmd0 : active raid1 sdb[1] sda[0]\n")
+    script.on(*SCAN, out=f"{ARRAY}\n")
+    _host.write(_slice_disks.MDADM, f"{ARRAY}\n{line}\n")
+    outcome = drive(SLOTS)
+    assert [doubt.code for doubt in outcome.doubts] == codes
+    assert "limit_mdadm" in outcome.done, "the rest is still left alone"
+    assert drive([]).doubts == []
+
+
 # As `scripts/setup --tests` unpacks it.
 MDADM = shutil.which("mdadm", path=f"{sys.prefix}/mdadm/sbin:{os.environ['PATH']}:/sbin")
 

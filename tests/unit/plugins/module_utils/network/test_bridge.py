@@ -568,6 +568,40 @@ def test_the_watch_brings_back_the_way_out_within_five_rounds(
     ]
 
 
+@pytest.mark.covers("HOST-7")
+@pytest.mark.parametrize("hanging", [False, True])
+def test_a_port_whose_guard_fails_keeps_no_other_from_its_repair(
+    network: Network,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    hanging: bool,
+) -> None:
+    """A hanging program would keep the guardian longer than its watchdog waits."""
+    _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
+    last = replace(GUARD, allocation_id=ALLOCATION.replace("23bd", "f3bd"), ip="10.100.0.11")
+    real = network.run
+
+    def run(argv: list[str], **more: Any) -> _command.Result:
+        if "add-flows" in argv and f"add cookie={GUARD.cookie}" in str(more.get("stdin")):
+            code = "command_timeout" if hanging else "command_failed"
+            raise Refusal(code, expected="", found="flow refused", remedy="")
+        return real(argv, **more)
+
+    def lose() -> None:
+        monkeypatch.setattr(_command, "run", run)
+        network.rules.clear()
+        network.active.discard(_bridge.DHCP)
+        for number, guard in enumerate((GUARD, last), start=4):
+            _guards.save(guard)
+            network.switch.bridges["ovsbr0"][guard.port] = number
+
+    boot(monkeypatch, lose, *[lambda: None] * 4)
+    assert bool(_flows.installed("ovsbr0", last.cookie)) is not hanging
+    assert (network.rules == RULES, _bridge.DHCP in network.active) == (not hanging, not hanging)
+    assert _flows.installed("ovsbr0", GUARD.cookie) == frozenset()
+    assert capsys.readouterr().out.count("flow refused") == 1
+
+
 def test_what_was_restored_before_a_step_failed_is_said(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

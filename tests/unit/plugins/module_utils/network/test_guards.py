@@ -161,6 +161,37 @@ def test_a_switch_that_starts_gets_all_flows_in_one_transaction(
     assert violations(rig) == []
 
 
+def test_a_lost_flow_of_the_bridge_resets_no_counter_of_a_guest(rig: Rig) -> None:
+    def refused() -> int:
+        # The switch adds the packets of its datapath to the flows.
+        rig.ask_switch("revalidator/purge")
+        return sum(
+            packets
+            for cookie, flow, packets in _flows.counted("ovsbr0")
+            if (cookie, flow.actions) == (A.guard.cookie, "drop")
+        )
+
+    assert violations(rig) == []
+    before = refused()
+    assert before
+    lost = ["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={_flows.BASE_COOKIE}/-1,table=11"]
+    rig.run(lost)
+    assert rig.restore() == ["guard_bridge ovsbr0 flows"]
+    assert refused() == before
+    # Something of a port was lost at the same time.
+    limit = f"meter={rig.number(A)},pktps,stats,bands=type=drop,rate=999999"
+    for words in (
+        ["del-flows", "ovsbr0", f"cookie={A.guard.cookie}/-1,table=20"],
+        ["-OOpenFlow13", "mod-meter", "ovsbr0", limit],
+    ):
+        rig.run(lost)
+        rig.run(["ovs-ofctl", *words])
+        done = rig.restore()
+        assert done[0] == "guard_bridge ovsbr0 flows" and rig.restore() == []
+        assert done[1:] == ([f"guard_port {A.guard.port}"] if limit in words else [])
+    assert violations(rig) == []
+
+
 def test_a_flow_that_the_switch_refuses_shuts_its_own_port_only(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +304,32 @@ def test_a_domain_starts_with_its_guard_in_force(rig: Rig) -> None:
     assert "hook ingress" in _port_filter.installed()[A.guard.port][0]
     assert rig.restore() == []
     rig.establish()
+    assert violations(rig) == []
+
+
+def test_a_neighbour_whose_guard_fails_keeps_no_domain_from_its_start(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_start_hook, "_DEADLINE_S", 0.3)
+    real = _guards.install
+    failing = B
+
+    def install(params: Any, guard: _flows.Guard, number: int) -> int:
+        if guard == failing.guard:
+            raise Refusal("command_failed", expected="rc 0", found="flow refused", remedy="")
+        return real(params, guard, number)
+
+    monkeypatch.setattr(_guards, "install", install)
+    for guest in (A, B):
+        rig.run(["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={guest.guard.cookie}/-1"])
+    assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 0
+    assert set(_flows.guards("ovsbr0")) == {A.guard.cookie}
+    failing = A
+    rig.run(["ovs-ofctl", "del-flows", "ovsbr0", f"cookie={A.guard.cookie}/-1"])
+    assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 1
+    assert "flow refused" in capsys.readouterr().err
+    monkeypatch.undo()
+    rig.restore()
     assert violations(rig) == []
 
 

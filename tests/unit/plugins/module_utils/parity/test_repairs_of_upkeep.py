@@ -30,12 +30,14 @@ RECORDED = json.dumps(_baseline_files.settings(NETWORK))
 ROW = {"check": "x", "status": "FAIL", "detail": "d", "remediation": "r", "playbook": ""}
 
 
-def keep(monkeypatch: pytest.MonkeyPatch, *roles: str) -> tuple[list[str], set[str]]:
+def keep(
+    monkeypatch: pytest.MonkeyPatch, *roles: str, check_mode: bool = False
+) -> tuple[list[str], set[str]]:
     """Repairs of a host whose checks of these roles fail, and the codes of what is left."""
     _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     monkeypatch.setattr(_upkeep, "look", lambda _p: [{**ROW, "role": role} for role in roles])
     monkeypatch.setattr(_free_space, "full", list)
-    done, left = _upkeep.keep(PARAMS, check_mode=False)
+    done, left = _upkeep.keep(PARAMS, check_mode=check_mode)
     return done, {row["code"] for row in left} - {"x"}
 
 
@@ -92,6 +94,9 @@ def test_a_guardian_without_settings_is_named_and_not_started(
     if text is not None:
         _host.write(_boot_units.FABRIC.settings_path, text)
     systemd = Systemd(monkeypatch)
+    foretold = keep(monkeypatch, check_mode=True)
+    assert foretold == ([], {"guardian_stopped", "settings_unreadable"})
+    assert systemd.started == []
     done, left = keep(monkeypatch)
     assert (done, left) == ([f"start_service {name}"], {"settings_unreadable"})
     assert systemd.started == [name]

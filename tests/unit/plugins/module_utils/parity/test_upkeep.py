@@ -212,15 +212,27 @@ def test_a_rate_limit_that_a_running_slice_has_lost_comes_back(
     assert [row["code"] for row in left] == ["command_failed"]
 
 
-def test_a_network_that_bootstrap_does_not_know_is_named_and_left(rig: Rig) -> None:
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_network_that_bootstrap_does_not_know_is_named_and_not_applied(
+    rig: Rig, edited: bool
+) -> None:
+    """What is broken is repaired as the last bootstrap has it, if its record is not edited."""
+    settings = _baseline_files.settings(NETWORK)
+    _boot_service.install(replace(_boot_units.NETWORK, settings=settings))
+    if edited:
+        _host.write(_baseline_files.SETTINGS, json.dumps(settings))
     rig.run(["iptables", "-t", "nat", "-F"])
     network = {**NETWORK, "denied_networks": []}
     try:
         done, left = _upkeep.keep(
             {**PARAMS, "profile": {**PROFILE, "network": network}}, check_mode=False
         )
-        assert done == []
-        assert {"nat", "network_settings_differ"} <= {row["code"] for row in left}
+        codes = {row["code"] for row in left}
+        if edited:
+            assert done == [] and {"nat", "network_settings_differ"} <= codes
+        else:
+            assert "add_nat nat rule" in done and codes == {"network_settings_differ"}
+            assert (rig.restore(), _guards.recorded()) == ([], settings)
         assert all(row["remedy"] for row in left)
     finally:
         _upkeep.keep(PARAMS, check_mode=False)
@@ -238,10 +250,22 @@ def test_a_record_of_a_release_without_name_servers_is_repaired() -> None:
 def test_a_host_is_compared_with_its_last_bootstrap_until_the_next(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slots stay on sale when only the profile has changed, and not when its file has."""
+    """Its slots stay on sale when only the profile has changed, and not when its file has. Repairs
+    are by the same network, if it is the one of the last bootstrap.
+    """
     looked: list[Any] = []
-    monkeypatch.setattr(_upkeep, "look", lambda p: looked.append(p["profile"]["network"]) or [])
-    monkeypatch.setattr(_upkeep, "_mend", lambda *_: ([], []))
+    mended: list[Any] = []
+
+    def look(params: Any) -> list[dict[str, str]]:
+        looked.append(params["profile"]["network"])
+        return [{"role": "slice_network", "check": "nat", "detail": "", "remediation": ""}]
+
+    def mend(params: Any, roles: set[str]) -> tuple[list[str], list[Refusal]]:
+        mended.append(params["profile"]["network"] if roles else None)
+        return [], []
+
+    monkeypatch.setattr(_upkeep, "look", look)
+    monkeypatch.setattr(_upkeep, "_mend", mend)
     monkeypatch.setattr(_free_space, "full", list)
     _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     old = _baseline_files.settings(NETWORK)
@@ -250,15 +274,21 @@ def test_a_host_is_compared_with_its_last_bootstrap_until_the_next(
     given = {**PARAMS, "profile": {**PROFILE, "network": new}}
 
     def differs(*, check_mode: bool = False) -> list[str]:
-        return [row["found"] for row in _upkeep.keep(given, check_mode=check_mode)[1]]
+        left = _upkeep.keep(given, check_mode=check_mode)[1]
+        return [row["found"] for row in left if row["code"] == "network_settings_differ"]
 
     expected = ["other values of egress_probe, subnet"]
     assert differs() == differs(check_mode=True) == expected
     # Launches use the profile's own subnet, so a host with another one must not be sold.
     assert looked[-1] == {**old, "subnet": "10.9.0.0/24"}
+    assert mended == [None]
+    given["profile"]["network"] = {**new, "subnet": old["subnet"]}
+    assert differs() == ["other values of egress_probe"]
+    assert looked[-1] == mended[-1] == old
+    given["profile"]["network"] = new
     _host.write(_baseline_files.SETTINGS, json.dumps({**old, "allowed_networks": ["10.0.0.0/8"]}))
     assert differs() == ["other values of allowed_networks, egress_probe, subnet"]
-    assert looked[-1] == new
+    assert (looked[-1], mended[-1]) == (new, None)
     # The record of an earlier release does not have the settings.
     _boot_service.install(replace(_boot_units.NETWORK, settings=old))
     _boot_files.remember(_boot_units.NETWORK, {"/a": "b"})
