@@ -163,12 +163,13 @@ def observe(params: _change.Params) -> State:
     path = _object_names.seed_path(params["allocation_id"])
     digest, drafts = present(path), tuple(_object_names.seed_drafts(params["allocation_id"]))
     name = _object_names.domain_name(params["allocation_id"])
-    life = _libvirt.state(name) if params["state"] == "detached" else None
+    if params["state"] != "detached":
+        return State(digest, drafts)
+    life, definitions = _libvirt.described(name, live=True)
     if life is None:
         return State(digest, drafts)
-    live = life.active and path in _domain.parse(_libvirt.definition(name, live=True))["seed"]
-    defined = path in _domain.parse(_libvirt.definition(name))["seed"]
-    return State(digest, drafts, defined, live)
+    defined, plugged = (path in _domain.parse(text)["seed"] for text in definitions)
+    return State(digest, drafts, defined, life.active and plugged)
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:

@@ -77,9 +77,10 @@ def observe(params: _change.Params) -> State:
     slots = _slots.checked(params["slots"], needed=("slot_id", "fence"))
     if params["state"] == "running":
         # A stop whose run was lost may take effect after a look, and the start would be none.
-        life = _libvirt.settled(name, partial(_ledger.check_each, params["slots"]))
+        check = partial(_ledger.check_each, params["slots"])
+        life, definitions = _libvirt.settled(name, check)
     else:
-        life = _libvirt.state(name)
+        life, definitions = _libvirt.described(name)
     active = life is not None and life.active
     port = _flows.port_number(_object_names.port_name(allocation))
     flows: frozenset[_flows.Flow] = frozenset()
@@ -99,7 +100,7 @@ def observe(params: _change.Params) -> State:
     ]
     return State(
         life=life,
-        definition=_domain.parse(_libvirt.definition(name)) if life else None,
+        definition=_domain.parse(definitions[0]) if definitions else None,
         pids=tuple(_libvirt.processes(name)),
         port=port,
         flows=_flows.installed(params["bridge"], _object_names.cookie(allocation)),

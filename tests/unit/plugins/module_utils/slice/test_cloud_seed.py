@@ -198,7 +198,7 @@ def test_the_secrets_of_a_killed_run_are_a_trace_and_go(
     assert trace.belongs_to(allocation_id)
     assert "canary-secret" in (tree / trace.text.lstrip("/") / "user-data").read_text()
     monkeypatch.setattr(_command, "run", Maker().run)
-    monkeypatch.setattr(_libvirt, "state", lambda _name: None)
+    monkeypatch.setattr(_libvirt, "described", lambda _name, **_: (None, []))
     assert drive({**PARAMS, "state": state}).done[0] == "remove_draft"
     left = [trace.text for trace in _traces.looks("ovsbr0")["seed"]()]
     assert left == ([_object_names.seed_path(allocation_id)] if state == "present" else [])
@@ -218,6 +218,8 @@ NAME = _object_names.domain_name(PARAMS["allocation_id"])
 PATH = _object_names.seed_path(PARAMS["allocation_id"])
 DETACH = {**PARAMS, "state": "detached"}
 VIRSH = ("virsh", "--connect", "qemu:///system")
+_LOOK = f"domstats --state --nowait {NAME}; dumpxml --inactive {NAME}; dumpxml {NAME}"
+DESCRIBE = (*VIRSH, _LOOK)
 
 
 def domain_xml(*, seed: bool) -> str:
@@ -235,13 +237,15 @@ def domain_xml(*, seed: bool) -> str:
 
 
 def runs(script: Any, *, live: list[bool], state: int = 1) -> None:
-    """A domain whose definition names the seed, and what its QEMU has at each look."""
-    text = f"Domain: '{NAME}'\n  state.state={state}\n  state.reason=1\n"
-    script.on(*VIRSH, "domstats", "--state", "--nowait", NAME, out=text)
-    for seed in (True, False):
-        script.on(*VIRSH, "dumpxml", "--inactive", NAME, out=domain_xml(seed=seed))
-    for seed in live:
-        script.on(*VIRSH, "dumpxml", NAME, out=domain_xml(seed=seed))
+    """A domain whose definition names the seed at the first look. live: what its QEMU has: at the
+    first look, after it was unplugged, and at the last look.
+    """
+    text = f"Domain: '{NAME}'\n  state.state={state}\n  state.reason=1\n\n"
+    for kept, plugged in ((True, live[0]), (False, live[-1])):
+        definitions = "\n".join(domain_xml(seed=seed) for seed in (kept, plugged))
+        script.on(*DESCRIBE, out=text + definitions + "\n")
+    for plugged in live[1:-1] or live:
+        script.on(*VIRSH, "dumpxml", NAME, out=domain_xml(seed=plugged))
     for mode in ("--config", "--live"):
         script.on(*VIRSH, "detach-disk", NAME, PATH, mode)
 
@@ -252,8 +256,12 @@ def test_after_readiness_it_is_overwritten_and_out_of_the_guest(seeds: Path, scr
     drive(PARAMS)
     with (seeds / PATH.lstrip("/")).open("rb") as qemu:
         assert b"GPUAAS SEED" in qemu.read()
-        runs(script, live=[True, True, False])
+        runs(script, live=[True, True, False, False])
+        script.calls.clear()
         outcome = drive(DETACH)
+        programs = [argv[3].partition(" ")[0] for argv in script.calls]
+        unplug = ["detach-disk", "dumpxml", "dumpxml"]
+        assert programs == ["domstats", "detach-disk", *unplug, "domstats"]
         assert outcome.done == ["forget_seed", "destroy_seed", "unplug_seed"]
         assert not (seeds / PATH.lstrip("/")).exists()
         qemu.seek(0)

@@ -241,6 +241,7 @@ class Host:
         monkeypatch.setattr(_libvirt, "states", lambda: {NAME: self.life} if self.life else {})
         monkeypatch.setattr(_libvirt, "state", lambda _name: self.life)
         monkeypatch.setattr(_libvirt, "definition", lambda _name: self.xml)
+        monkeypatch.setattr(_libvirt, "described", self.described)
         monkeypatch.setattr(_command, "run", self.run)
         monkeypatch.setattr(_qos, "observe", lambda _allocation: self.qos)
         monkeypatch.setattr(_qos, "install", self.limit)
@@ -261,6 +262,9 @@ class Host:
             self.flushed.append(" ".join(argv[2:]))
             return _command.Result(1, "", "")
         return self.switch.run(argv, **more)
+
+    def described(self, _name: str) -> tuple[Life | None, list[str]]:
+        return self.life, [self.xml] if self.life else []
 
     def port(self) -> int | None:
         return self.switch.bridges["ovsbr0"].get(GUARD.port)
