@@ -265,7 +265,7 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     allocation = params["allocation_id"]
-    name, port = _object_names.domain_name(allocation), _object_names.port_name(allocation)
+    name = _object_names.domain_name(allocation)
     _ledger.check_each(params["slots"])
     if step.name == "define_domain":
         _libvirt.define(_domain.render(_spec(params)))
@@ -288,11 +288,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _libvirt.start_paused(name, timeout=limit)
         _end_late_start(name, params["slots"])
     elif step.name == "guard_port":
-        number = _flows.await_port(port)
-        guard = _guard(params)
-        _guards.save(guard)
-        _guards.reload_firewall()
-        return {"ofport": number, "flows": _guards.install(_guards.recorded(), guard, number)}
+        return _guard_port(_guard(params), loaded=bool(step.before))
     elif step.name == "limit_port":
         _qos.install(allocation, _qos.limit(params["spec"].get("mgmt_qos")))
         return _qos.observe(allocation).document()
@@ -305,6 +301,21 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     else:
         _remove(params, step.name)
     return None
+
+
+def _guard_port(guard: _flows.Guard, *, loaded: bool) -> dict[str, Any]:
+    """Keep the guard and bring it in force. loaded: whether the switch had flows of it before."""
+    number = _flows.await_port(guard.port)
+    # A start has done so before the port was there.
+    if _guards.saved(guard.allocation_id) != guard:
+        _guards.save(guard)
+        _guards.reload_firewall()
+    flows = _guard_flows(guard, number)
+    # Its flows come last. The start hook or the guardian that has loaded exactly these since then
+    # has set the filter and the limits of this port first.
+    if loaded or _flows.installed(guard.bridge, guard.cookie) != flows:
+        _guards.install(_guards.recorded(), guard, number)
+    return {"ofport": number, "flows": len(flows)}
 
 
 def _remove(params: _change.Params, name: str) -> None:
