@@ -32,7 +32,7 @@ Description=Readiness probes for the host of this slice
 ConditionPathExists=!{_PENDING}
 
 [Service]
-ExecStart=/usr/bin/python3 -I {PROGRAM} {_guest_probes.PORT}
+ExecStart=/usr/bin/python3 -IS {PROGRAM} {_guest_probes.PORT}
 Restart=on-failure
 RestartSec=5
 
@@ -47,7 +47,7 @@ _TELEMETRY_SERVICE = f"""\
 Description=Telemetry of this machine for its project, by way of its host
 
 [Service]
-ExecStart=/usr/bin/python3 -I {_TELEMETRY}
+ExecStart=/usr/bin/python3 -IS {_TELEMETRY}
 Nice=19
 Restart=on-failure
 RestartSec=30
@@ -71,11 +71,16 @@ def cloud_config(
         _file(_unit_path(_TELEMETRY_UNIT), _TELEMETRY_SERVICE),
     ]
     files += [_file(path, text) for path, text in _settings(runtime, sysctl, memlock).items()]
-    units, commands = [_TELEMETRY_UNIT], []
+    commands = [["sysctl", "--system"]] if runtime.get("tuning") else []
     config: dict[str, Any] = {}
-    if runtime.get("source") == "cloud_init":
+    probes, installs = bool(runtime.get("probes")), runtime.get("source") == "cloud_init"
+    if probes:
+        files += [
+            _file(PROGRAM, _source(_guest_probes), "0755"),
+            _file(_unit_path(UNIT), _SERVICE),
+        ]
+    if installs:
         files += [_file(_INSTALLER, _installer(runtime), "0700"), _file(_PENDING, "")]
-        commands.append([_INSTALLER])
         config["power_state"] = {"mode": "reboot", "condition": f"test -e {_INSTALLED}"}
         if repository := runtime.get("cuda_repository"):
             source = {
@@ -83,27 +88,24 @@ def cloud_config(
                 "keyid": repository["fingerprint"],
             }
             config["apt"] = {"sources": {"gpuaas-cuda": source}}
-    if runtime.get("probes"):
-        files += [
-            _file(PROGRAM, _source(_guest_probes), "0755"),
-            _file(_unit_path(UNIT), _SERVICE),
-        ]
-        units.append(UNIT)
-        commands.append(_start(UNIT))
-    # The installation takes minutes and may restart the guest, so telemetry starts before it.
-    # systemd reads units that it does not know when they start; a reload would read all again.
-    first = [["systemctl", "--no-reload", "enable", *units], _start(_TELEMETRY_UNIT)]
-    if runtime.get("tuning"):
-        first.append(["sysctl", "--system"])
-    return {**config, "write_files": files, "runcmd": [*first, *commands]}
+        # The installation takes minutes and may restart the guest, so telemetry starts before it.
+        commands += [_enable(_TELEMETRY_UNIT, now=True), *([_enable(UNIT)] if probes else [])]
+        commands += [[_INSTALLER], *([_enable(UNIT, now=True)] if probes else [])]
+    else:
+        # The host waits for the probes, so they start first.
+        commands.append(_enable(*([UNIT] if probes else []), _TELEMETRY_UNIT, now=True))
+    return {**config, "write_files": files, "runcmd": commands}
 
 
 def _unit_path(name: str) -> str:
     return f"/etc/systemd/system/{name}"
 
 
-def _start(unit: str) -> list[str]:
-    return ["systemctl", "--no-block", "start", unit]
+def _enable(*units: str, now: bool = False) -> list[str]:
+    """Enable the units, and with `now` start them, by one program. systemd reads units that it does
+    not know when they start; a reload would read all again.
+    """
+    return ["systemctl", "--no-reload", *(["--no-block", "--now"] if now else []), "enable", *units]
 
 
 def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:

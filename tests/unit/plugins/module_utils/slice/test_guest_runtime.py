@@ -31,6 +31,9 @@ INSTALLED = {
 }
 
 
+ENABLE_NOW = ["systemctl", "--no-reload", "--no-block", "--now", "enable"]
+
+
 def config_of(runtime: dict[str, Any]) -> dict[str, Any]:
     return _guest_runtime.cloud_config(runtime, {"net.core.rmem_max": "268435456"}, "unlimited")
 
@@ -48,21 +51,17 @@ def test_a_baked_runtime_brings_the_probes_only() -> None:
         _guest_runtime.PROGRAM: Path(_guest_probes.__file__).read_text(),
         f"/etc/systemd/system/{_guest_runtime.UNIT}": _guest_runtime._SERVICE,
     }
-    enable, telemetry, probes = config["runcmd"]
-    # Without a reload of systemd.
-    assert enable == ["systemctl", "--no-reload", "enable", telemetry[-1], _guest_runtime.UNIT]
-    assert probes == ["systemctl", "--no-block", "start", _guest_runtime.UNIT]
+    # By one program, without a reload of systemd, and the probes, which the host waits for, first.
+    (enable,) = config["runcmd"]
+    assert enable == [*ENABLE_NOW, _guest_runtime.UNIT, _guest_runtime._TELEMETRY_UNIT]
 
 
 @pytest.mark.covers("SLICE-11")
 def test_every_slice_reports_its_telemetry() -> None:
     ((_path, program), (unit, service)) = files({}).items()
     assert program == Path(_guest_telemetry.__file__).read_text()
-    assert f"ExecStart=/usr/bin/python3 -I {_path}\n" in service
-    assert config_of({})["runcmd"] == [
-        ["systemctl", "--no-reload", "enable", Path(unit).name],
-        ["systemctl", "--no-block", "start", Path(unit).name],
-    ]
+    assert f"ExecStart=/usr/bin/python3 -IS {_path}\n" in service
+    assert config_of({})["runcmd"] == [[*ENABLE_NOW, Path(unit).name]]
     assert _guest_telemetry.PORT.endswith("/org.gpuaas.telemetry.0")
 
 
@@ -85,12 +84,14 @@ def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path
         "rdma-core", "ibverbs-utils",
     ):  # fmt: skip
         assert f" {package}" in script
-    # Telemetry starts before an installation that takes minutes.
-    assert config["runcmd"][1:] == [
-        *config_of({})["runcmd"][1:],
+    # Telemetry starts before an installation that takes minutes, the probes after it, or after the
+    # restart that ends it.
+    assert config["runcmd"] == [
         ["sysctl", "--system"],
+        *config_of({})["runcmd"],
+        ["systemctl", "--no-reload", "enable", _guest_runtime.UNIT],
         [_guest_runtime._INSTALLER],
-        ["systemctl", "--no-block", "start", _guest_runtime.UNIT],
+        [*ENABLE_NOW, _guest_runtime.UNIT],
     ]
     pending = _guest_runtime._PENDING
     assert pending in written
