@@ -1,19 +1,14 @@
-"""Cloud-config of a guest's runtime: telemetry, readiness probes, NVIDIA's driver, RDMA, tuning.
-
-A tenant's own cloud-config is merged after it: of a key that both have, ours stays; lists of
-commands, packages and files are joined.
-"""
+"""Cloud-config of a guest's runtime: telemetry, readiness probes, NVIDIA's driver, RDMA, tuning."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _object_names,
-    _source_closure,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _source_closure
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _guest_probes,
     _guest_telemetry,
@@ -67,7 +62,7 @@ def cloud_config(
     sysctl, memlock: values of a guest that is tuned.
     """
     files = [
-        _file(_TELEMETRY, _source(_guest_telemetry), "0755"),
+        _program(_TELEMETRY, _guest_telemetry),
         _file(_unit_path(_TELEMETRY_UNIT), _TELEMETRY_SERVICE),
     ]
     files += [_file(path, text) for path, text in _settings(runtime, sysctl, memlock).items()]
@@ -76,7 +71,7 @@ def cloud_config(
     probes, installs = bool(runtime.get("probes")), runtime.get("source") == "cloud_init"
     if probes:
         files += [
-            _file(PROGRAM, _source(_guest_probes), "0755"),
+            _program(PROGRAM, _guest_probes),
             _file(_unit_path(UNIT), _SERVICE),
         ]
     if installs:
@@ -106,26 +101,6 @@ def _enable(*units: str, now: bool = False) -> list[str]:
     not know when they start; a reload would read all again.
     """
     return ["systemctl", "--no-reload", *(["--no-block", "--now"] if now else []), "enable", *units]
-
-
-def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:
-    """Cloud-config with further documents after it. Of equal keys, the first stays.
-
-    Lists of commands, packages and files are joined; of files with equal paths, the first stays.
-    """
-    joined = dict(user_data)
-    for document in further:
-        for key, value in document.items():
-            before = joined.get(key, [])
-            if key not in ("write_files", "runcmd", "packages"):
-                joined.setdefault(key, value)
-            elif not isinstance(value, list) or not isinstance(before, list):
-                raise _object_names.invalid(key, "a list", type(value).__name__)
-            else:
-                taken = [file.get("path") for file in before if isinstance(file, dict)]
-                more = [v for v in value if not (isinstance(v, dict) and v.get("path") in taken)]
-                joined[key] = [*before, *more]
-    return joined
 
 
 def _settings(
@@ -165,9 +140,16 @@ touch {_INSTALLED}
 """
 
 
-def _source(program: ModuleType) -> str:
-    """Text of a program. Ansible sends it to the host because this file imports it."""
-    return _source_closure.source(program.__name__.removeprefix(f"{_source_closure.PACKAGE}."))
+def _program(path: str, program: ModuleType) -> dict[str, str]:
+    """A program of the guest. Ansible sends it to the host because this file imports it.
+
+    Packed, because cloud-init reads and writes the whole document several times before SSH starts,
+    a character at a time.
+    """
+    text = _source_closure.source(program.__name__.removeprefix(f"{_source_closure.PACKAGE}."))
+    # Without a time, so that the same program gives the same seed.
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return {**_file(path, packed, "0755"), "encoding": "gz+b64"}
 
 
 def _file(path: str, content: str, permissions: str = "0644") -> dict[str, str]:

@@ -59,6 +59,32 @@ def test_the_user_data_begins_with_its_mark() -> None:
     assert "network-config" not in content
 
 
+def test_a_tenants_document_comes_after_and_takes_nothing_away() -> None:
+    ours = {"users": [{"name": "ada"}], "write_files": [{"path": "/a"}], "runcmd": ["first"]}
+    theirs = {
+        "users": [],
+        "write_files": [{"path": "/a", "content": "theirs"}, {"path": "/b"}],
+        "runcmd": ["second"],
+        "packages": ["htop"],
+        "timezone": "UTC",
+    }
+    assert _cloud_seed.merged(ours, theirs) == {
+        "users": [{"name": "ada"}],
+        # Ours are written first, so that an error in theirs leaves them in place.
+        "write_files": [{"path": "/a"}, {"path": "/b"}],
+        "runcmd": ["first", "second"],
+        "packages": ["htop"],
+        "timezone": "UTC",
+    }
+
+
+@pytest.mark.parametrize("key", ["write_files", "runcmd", "packages"])
+def test_what_is_no_list_is_refused(key: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        _cloud_seed.merged({}, {key: {"0": "x"}})
+    assert refusal.value.code == "spec_invalid"
+
+
 def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(Refusal, match="spec_invalid"):
         _cloud_seed.yaml("\ud800")
@@ -137,8 +163,7 @@ PARAMS: dict[str, Any] = {
     "user_data": json.dumps({"users": [{"name": "ada", "passwd": "canary-secret"}]}),
     "meta_data": {"instance-id": "i"},
     "network_config": {"version": 2},
-    "guest_runtime": {},
-    "tuning": {"sysctl": {}, "memlock": ""},
+    "runtime_data": {},
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import base64
+import gzip
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +12,6 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _source_closure
-from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _guest_probes,
     _guest_runtime,
@@ -39,8 +40,12 @@ def config_of(runtime: dict[str, Any]) -> dict[str, Any]:
 
 
 def files(runtime: dict[str, Any]) -> dict[str, str]:
-    written = config_of(runtime)["write_files"]
-    return {file["path"]: file["content"] for file in written}
+    """Text of each file by path, as cloud-init writes it."""
+    return {file["path"]: written(**file) for file in config_of(runtime)["write_files"]}
+
+
+def written(content: str, encoding: str = "", **_more: str) -> str:
+    return gzip.decompress(base64.b64decode(content)).decode() if encoding == "gz+b64" else content
 
 
 def test_a_baked_runtime_brings_the_probes_only() -> None:
@@ -126,29 +131,3 @@ def test_limits_of_the_guest() -> None:
         "* - memlock unlimited",
         "root - memlock unlimited",
     ]
-
-
-def test_a_tenants_document_comes_after_and_takes_nothing_away() -> None:
-    ours = {"users": [{"name": "ada"}], "write_files": [{"path": "/a"}], "runcmd": ["first"]}
-    theirs = {
-        "users": [],
-        "write_files": [{"path": "/a", "content": "theirs"}, {"path": "/b"}],
-        "runcmd": ["second"],
-        "packages": ["htop"],
-        "timezone": "UTC",
-    }
-    assert _guest_runtime.merged(ours, theirs) == {
-        "users": [{"name": "ada"}],
-        # Ours are written first, so that an error in theirs leaves them in place.
-        "write_files": [{"path": "/a"}, {"path": "/b"}],
-        "runcmd": ["first", "second"],
-        "packages": ["htop"],
-        "timezone": "UTC",
-    }
-
-
-@pytest.mark.parametrize("key", ["write_files", "runcmd", "packages"])
-def test_what_is_no_list_is_refused(key: str) -> None:
-    with pytest.raises(Refusal) as refusal:
-        _guest_runtime.merged({}, {key: {"0": "x"}})
-    assert refusal.value.code == "spec_invalid"
