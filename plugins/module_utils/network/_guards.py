@@ -142,6 +142,12 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
     filters = connections = None
     limited = True
     if with_firewall:
+        filtered = [guards[c] for c in expected if guards[c].allocation_id != _flows.PROBE_ID]
+        _nft.prepare(
+            _host_connections.listing(bridge),
+            _firewall.listing(_rules(params, guards)),
+            *map(_port_filter.listing, filtered),
+        )
         # First, because it names a kernel that cannot count connections, as the firewall does too.
         limited = _host_connections.normalized(bridge) == _host_connections.installed()
         connections = _flows.connection_limits()

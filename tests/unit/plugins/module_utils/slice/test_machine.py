@@ -372,7 +372,7 @@ def test_a_start_asks_nothing_twice(host: Host, monkeypatch: pytest.MonkeyPatch)
     ]  # fmt: skip
     compare = [
         "ovs-vsctl find", "unshare sh", "nft list", "ovs-appctl dpctl/ct-get-limits", "nft list",
-        "ovs-ofctl dump-meters", flows, "nft list", "unshare sh", "unshare sh",
+        "ovs-ofctl dump-meters", flows, "nft list",
     ]  # fmt: skip
     forget = ["ovs-appctl dpctl/flush-conntrack", "ss state", "conntrack 10.100.0.13"]
     hook = [number, *install, *compare, *forget, "conntrack 10.100.0.13", "nft load"]
