@@ -39,6 +39,8 @@ _SHUT_DOWN = 1
 _RESEND_SECONDS = 15
 # A definition in the output of several commands, and its name.
 _DEFINITION = re.compile(r"^<domain [^>]*>$.*?^  <name>([^<]*)</name>$.*?^</domain>$", re.M | re.S)
+# Where libvirt keeps definitions.
+_KEPT = "/etc/libvirt/qemu"
 # Names that are a word of their own in virsh's form of several commands.
 _WORD = re.compile(r"\w[\w.+:@-]*", re.ASCII)
 # A file for each domain whose guest was asked to power off, until its next start. It has the time
@@ -98,18 +100,23 @@ def described(name: str, *, live: bool = False) -> tuple[State | None, list[str]
     """As `state`, with the domain's persistent definition, and with `live` what QEMU runs; no
     definition without a domain. All from a single virsh, whose start takes longest.
     """
-    commands = [f"domstats --state --nowait {name}", f"dumpxml --inactive {name}"]
-    commands += [f"dumpxml {name}"] if live else []
-    # After a command that fails virsh goes on, and its exit code is that of the last one.
-    out = _virsh("; ".join(commands), ok=(0, 1)).out
-    known = _states(_numbers(out.partition("<domain")[0]))
-    life = known[name] if name in known else states().get(name)
-    if life is None:
+    known: dict[str, State] = {}
+    definitions: list[str] = []
+    dumps = [("dumpxml", "--inactive", name), *([("dumpxml", name)] if live else [])]
+    # Without its file there is most likely no domain, which only a list of all domains shows.
+    if _host.path(f"{_KEPT}/{name}.xml").exists():
+        commands = [f"domstats --state --nowait {name}", *map(" ".join, dumps)]
+        # After a command that fails virsh goes on, and its exit code is that of the last one.
+        out = _virsh("; ".join(commands), ok=(0, 1)).out
+        known = _states(_numbers(out.partition("<domain")[0]))
+        definitions = [match[0] for match in _DEFINITION.finditer(out)]
+    if name not in known:
+        known = states()
+    if name not in known:
         return None, []
-    definitions = [match[0] for match in _DEFINITION.finditer(out)]
-    if len(definitions) == len(commands) - 1:
-        return life, definitions
-    return life, [definition(name), *([definition(name, live=True)] if live else [])]
+    if len(definitions) != len(dumps):
+        definitions = [_virsh(*words).out for words in dumps]
+    return known[name], definitions
 
 
 def settled(name: str, check: Callable[[], object]) -> tuple[State | None, list[str]]:

@@ -16,6 +16,7 @@ import yaml
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
+    _host,
     _ledger,
     _object_names,
 )
@@ -265,6 +266,7 @@ def runs(script: Any, *, live: list[bool], state: int = 1) -> None:
     """A domain whose definition names the seed at the first look. live: what its QEMU has: at the
     first look, after it was unplugged, and at the last look.
     """
+    _host.write(f"/etc/libvirt/qemu/{NAME}.xml", "<domain/>")
     text = f"Domain: '{NAME}'\n  state.state={state}\n  state.reason=1\n\n"
     for kept, plugged in ((True, live[0]), (False, live[-1])):
         definitions = "\n".join(domain_xml(seed=seed) for seed in (kept, plugged))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
@@ -33,6 +33,8 @@ def definition(name: str, rest: str = "") -> str:
 
 @pytest.fixture(autouse=True)
 def no_waiting(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "test"):
+        _host.write(f"/etc/libvirt/qemu/{name}.xml", "<domain/>")
     monkeypatch.setattr(_libvirt.time, "sleep", lambda _seconds: None)
 
 
@@ -91,6 +93,11 @@ def test_a_domain_that_is_described_in_part_is_asked_for_again(script: Script) -
     assert _libvirt.described("a") == (None, [])
     script.on(*VIRSH, "dumpxml", "--inactive", "a", out="<domain/>")
     assert _libvirt.described("a") == (_libvirt.State("shut off"), ["<domain/>"])
+    assert script.calls.count(DESCRIBE) == 2
+    _host.remove("/etc/libvirt/qemu/a.xml")
+    assert _libvirt.described("a") == (_libvirt.State("shut off"), ["<domain/>"])
+    assert script.calls.count(DESCRIBE) == 2, "libvirt has no definition of it, and a list shows it"
+    _host.write("/etc/libvirt/qemu/a.xml", "<domain/>")
     script.answers[DESCRIBE] = []
     script.on(*DESCRIBE, rc=1, out=stats(a=(1, 1)))
     assert _libvirt.described("a") == (_libvirt.State("running", 1), ["<domain/>"])
