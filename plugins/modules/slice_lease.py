@@ -214,19 +214,20 @@ def observe(params: _change.Params) -> State:
     slots = _slots.checked(params["slots"], **needed)
     if params.get("power_fence") is not None:
         _ledger.check_each({**slot, "power_fence": params["power_fence"]} for slot in slots)
-    domain = _libvirt.state(name)
+    everyone = _libvirt.states() if held else {}
+    domain = everyone.get(name) if held else _libvirt.state(name)
+    pids = list(_libvirt.processes(name))
     entries = {str(slot["slot_id"]): _ledger.load(str(slot["slot_id"])) for slot in slots}
     state = State(
         entries=entries,
-        active=bool(domain and domain.active) or bool(_libvirt.processes(name)),
+        active=bool(domain and domain.active) or bool(pids),
         life=domain,
         recorded=_pinning.recorded(allocation),
     )
     if not held:
         return state
-    names = [other for other in _libvirt.states() if other != name]
+    names = [other for other in everyone if other != name]
     others = {o: _domain.parse(xml) for o, xml in _libvirt.definitions(names).items()}
-    pids = list(_libvirt.processes(name))
     disks: dict[str, _block.Disk] = {}
     problems = _not_for_slices(allocation)
     partition = params["requirements"].get("nvlink_partition")

@@ -13,9 +13,10 @@ description:
   - Watches the lease file of dnsmasq, the neighbour table and the SSH port of the guest.
   - The guest is reachable when the expected address is leased to the expected MAC and an SSH
     server there shows its host key, which is recorded.
-  - Then the probes of O(guest_runtime) are asked over the virtio-serial channel of the domain,
-    which is no network. They run in the guest. Each has a deadline of its own, from the start of
-    this module. Of the answers, only known names with numbers in range are accepted.
+  - The probes of O(guest_runtime) are asked over the virtio-serial channel of the domain, which is
+    no network. They run in the guest, and count when it is reachable. Each has a deadline of its
+    own, from the start of this module. Of the answers, only known names with numbers in range are
+    accepted.
   - Fails with C(readiness_failed), which names the probe, after O(deadline) or that of a probe, or
     at once when QEMU has gone; RV(readiness) is returned all the same. If no code of the tenant has
     run, a failed probe in a reachable guest is a fault of the site, and the module fails with
@@ -144,7 +145,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _readiness,
 )
 
-_PAUSE_SECONDS = 1.0
+# Between two looks. With its address a guest has SSH within seconds.
+_PAUSE_SECONDS, _CLOSE_SECONDS = 1.0, 0.2
 _CONNECT_SECONDS = 3.0
 _SCAN_SECONDS = 150.0
 # Of the console's end, which is the guest's to write: more would not fit into a result.
@@ -209,25 +211,57 @@ def host_keys(ip: str, port: int) -> list[str]:
     return sorted(key for key in keys if _KEY.fullmatch(key))
 
 
-def wait(params: _change.Params, *, once: bool) -> dict[str, Any]:
-    """Look until the guest is ready, its QEMU is gone, or the deadline has passed."""
+def wait(
+    params: _change.Params, *, once: bool, inquiry: _readiness.Inquiry | None = None
+) -> dict[str, Any]:
+    """Look until the guest is ready, its QEMU is gone, or the deadline has passed.
+
+    inquiry: probes that the guest is asked meanwhile, from its address on.
+    """
     _object_names.check_mac(params["mac"])
     start = time.monotonic()
     while True:
         readiness = look(params)
-        readiness["host_keys"] = []
-        if readiness["ssh_ready"]:
+        readiness["host_keys"], spoke = [], readiness["ssh_ready"]
+        if spoke:
             readiness["host_keys"] = host_keys(params["ip"], params["port"])
             readiness["ssh_ready"] = bool(readiness["host_keys"])
         readiness["seconds"] = round(time.monotonic() - start, 1)
         over = readiness["seconds"] >= params["deadline"] or not readiness["domain_active"]
         if readiness["ssh_ready"] or over or once:
             return readiness
-        time.sleep(_PAUSE_SECONDS)
+        bound = readiness["lease_state"] == "bound"
+        # sshd refuses an address that connects often without a login.
+        pause = _CLOSE_SECONDS if bound and not spoke else _PAUSE_SECONDS
+        (inquiry.listen if inquiry and bound else time.sleep)(pause)
 
 
-def probes(params: _change.Params, readiness: dict[str, Any], start: float) -> list[dict[str, Any]]:
-    """Every probe with its result. Those in the guest are asked when it is reachable."""
+def inquire(
+    params: _change.Params, start: float, longest: float
+) -> contextlib.AbstractContextManager[_readiness.Inquiry | None]:
+    """The probes in the guest; None without any. longest: deadline of each, in seconds."""
+    runtime = params["guest_runtime"]
+    deadlines = runtime.get("probes") or {}
+    if not deadlines:
+        return contextlib.nullcontext()
+    settings = {
+        "egress": {"target": runtime.get("egress_target", "")},
+        "gpu_compute": {"driver": runtime.get("driver", ""), "gpus": params["gpus"]},
+        "rdma": {"functions": params["functions"]},
+    }
+    inquiry = _readiness.Inquiry(
+        params["allocation_id"],
+        {probe: settings[probe] for probe in sorted(deadlines)},
+        {probe: min(seconds, longest) for probe, seconds in deadlines.items()},
+        start=start,
+    )
+    return contextlib.closing(inquiry)
+
+
+def probes(
+    params: _change.Params, readiness: dict[str, Any], inquiry: _readiness.Inquiry | None
+) -> list[dict[str, Any]]:
+    """Every probe with its result. Those in the guest count when it is reachable."""
     passed = {
         "address": readiness["actual_ip"] == readiness["expected_ip"],
         "lease": readiness["lease_state"] == "bound",
@@ -238,27 +272,10 @@ def probes(params: _change.Params, readiness: dict[str, Any], start: float) -> l
         {"name": name, "ok": passed[name], "seconds": readiness["seconds"], **shared}
         for name in _OUTSIDE
     ]
-    runtime = params["guest_runtime"]
-    deadlines = runtime.get("probes") or {}
-    if not (readiness["ssh_ready"] and deadlines):
+    if inquiry is None or not readiness["ssh_ready"]:
         return rows
-    settings = {
-        "egress": {"target": runtime.get("egress_target", "")},
-        "gpu_compute": {"driver": runtime.get("driver", ""), "gpus": params["gpus"]},
-        "rdma": {"functions": params["functions"]},
-    }
-    longest = params["deadline"]
-    if not params["judged"]:
-        # Whole seconds, as the contract of runs has them.
-        longest = min(longest, math.ceil(readiness["seconds"]) + _REPORT_SECONDS)
     name = _object_names.domain_name(params["allocation_id"])
-    results = _readiness.ask(
-        params["allocation_id"],
-        {probe: settings[probe] for probe in sorted(deadlines)},
-        {probe: min(seconds, longest) for probe, seconds in deadlines.items()},
-        start=start,
-        alive=lambda: _libvirt.qemu_pid(name) is not None,
-    )
+    results = inquiry.results(lambda: _libvirt.qemu_pid(name) is not None)
     return [*rows, *({"name": probe, **result} for probe, result in results.items())]
 
 
@@ -307,9 +324,17 @@ def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal |
     """Last observation, and the reason why the guest is not ready."""
     start = time.monotonic()
     _known(params["guest_runtime"])
-    readiness = wait(params, once=once)
-    parameters = {**params, "guest_runtime": {}} if once else params
-    readiness["probes"] = probes(parameters, readiness, start)
+    asked_of = {**params, "guest_runtime": {}} if once else params
+    if params["judged"]:
+        with inquire(asked_of, start, params["deadline"]) as inquiry:
+            readiness = wait(params, once=once, inquiry=inquiry)
+            readiness["probes"] = probes(params, readiness, inquiry)
+    else:
+        readiness = wait(params, once=once)
+        # Whole seconds, as the contract of runs has them.
+        longest = min(params["deadline"], math.ceil(readiness["seconds"]) + _REPORT_SECONDS)
+        with inquire(asked_of, start, longest) as inquiry:
+            readiness["probes"] = probes(params, readiness, inquiry)
     refusal = verdict(params, readiness)
     if refusal is not None:
         readiness["console_tail"] = console_tail(params["allocation_id"])

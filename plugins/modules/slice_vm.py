@@ -348,6 +348,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _slice_
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _nvlink
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _cloud_seed,
+    _guest_runtime,
     _machine,
     _power_fence,
     _reservation,
@@ -373,7 +374,7 @@ def parts(params: _change.Params) -> tuple[_change.Part, ...]:
             _change.Part("release_address", _reservation.SUBJECT, _absent),
             _change.Part("remove_seed", _cloud_seed.SUBJECT, _absent),
         )
-    seed = _change.Part("write_seed", _cloud_seed.SUBJECT, _present)
+    seed = _change.Part("write_seed", _cloud_seed.SUBJECT, _seeded)
     # Parts before the stop refuse what the start would, and change nothing for a guest that runs.
     prepare = _change.Part("prepare_domain", _machine.SUBJECT, _prepared)
     return (
@@ -401,8 +402,13 @@ def _fenced(params: _change.Params, _facts: _Facts) -> _change.Params:
 
 
 def _present(params: _change.Params, facts: _Facts) -> _change.Params:
-    tuning = {"sysctl": _GUEST.sysctl, "memlock": _GUEST.memlock}
-    return {**_fenced(params, facts), "state": "present", "tuning": tuning}
+    return {**_fenced(params, facts), "state": "present"}
+
+
+def _seeded(params: _change.Params, facts: _Facts) -> _change.Params:
+    runtime = params["guest_runtime"] or {}
+    data = _guest_runtime.cloud_config(runtime, _GUEST.sysctl, _GUEST.memlock)
+    return {**_present(params, facts), "runtime_data": data}
 
 
 def _stopped(params: _change.Params, facts: _Facts) -> _change.Params:

@@ -68,11 +68,15 @@ class Switch:
         if name in ("nft", "iptables", "iptables-restore"):
             return (self._nft if name == "nft" else self._iptables)(words, stdin or "")
         if name == "unshare" and words[:3] == ["--net", "sh", "-c"]:
-            load, listing = words[3].split(" && ")
+            load, *listings = words[3].split(" && ")
             elsewhere = Switch()
             assert load == "nft -f -", words
-            loaded = elsewhere.answer(load.split(), stdin)
-            return elsewhere.answer(listing.split()) if loaded[0] == 0 else loaded
+            answers = [elsewhere.answer(load.split(), stdin)]
+            for command in (text.split() for text in listings):
+                echo = (0, f"{command[-1]}\n", "")
+                answers.append(echo if command[0] == "echo" else elsewhere.answer(command))
+            failed = [answer for answer in answers if answer[0]]
+            return failed[0] if failed else (0, "".join(out for _rc, out, _err in answers), "")
         raise Unknown(" ".join(argv))
 
     def _vsctl(self, words: list[str]) -> Iterator[str]:

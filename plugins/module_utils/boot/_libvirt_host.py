@@ -45,9 +45,10 @@ Params = Mapping[str, Any]
 @dataclass(frozen=True)
 class State:
     """mode: of the directory, None when it is missing. before: None without a record. qemu: the
-    settings of QEMU, "" without the file. access: the site's rules of AppArmor for guests. logs:
-    QEMU's of slices. network: whether libvirt's own one is `active` and starts with libvirt.
-    network_used: whether a machine of the site is on it.
+    settings of QEMU, "" without the file. access: the site's rules of AppArmor for guests.
+    compiler: settings of AppArmor's compiler. logs: QEMU's of slices. network: whether libvirt's
+    own one is `active` and starts with libvirt. network_used: whether a machine of the site is on
+    it.
     """
 
     mode: int | None
@@ -56,6 +57,7 @@ class State:
     before: Mapping[str, Any] | None
     qemu: str
     access: str
+    compiler: str
     logs: tuple[str, ...] = ()
     network: Mapping[str, bool] = field(default_factory=_STOPPED.copy)
     network_used: bool = False
@@ -74,6 +76,7 @@ def observe(params: Params) -> State:
         before=_host_snapshot.recall(RECORD),
         qemu=_text(_confinement.QEMU),
         access=_text(_confinement.APPARMOR),
+        compiler=_text(_confinement.COMPILER),
         logs=tuple(_object_names.qemu_logs()),
         network={
             "active": _host.path(f"{link}/bridge").is_dir(),
@@ -112,6 +115,8 @@ def _steps(params: Params, state: State) -> list[_change.Step]:
         steps.append(_configure("confine_guests", _confinement.QEMU, state.qemu, confined))
     if state.access != (admitted := _confinement.with_access(state.access)):
         steps.append(_configure("show_numa", _confinement.APPARMOR, state.access, admitted))
+    if state.compiler != (quick := _confinement.with_compiler(state.compiler)):
+        steps.append(_configure("tune_apparmor", _confinement.COMPILER, state.compiler, quick))
     if not (state.socket.active and state.socket.enabled):
         steps.append(_change.Step("start_socket", _SOCKET, "inactive", "active at every boot"))
     if state.network != _STOPPED and not state.network_used:
@@ -128,6 +133,7 @@ def _back(params: Params, state: State) -> list[_change.Step]:
     for name, path, text in (
         ("restore_qemu_settings", _confinement.QEMU, state.qemu),
         ("restore_apparmor", _confinement.APPARMOR, state.access),
+        ("restore_compiler", _confinement.COMPILER, state.compiler),
     ):
         if _managed_block.block_of(text):
             steps.append(_configure(name, path, text, _managed_block.without_block(text)))
@@ -166,7 +172,7 @@ def apply(params: Params, step: _change.Step) -> dict[str, Any] | None:
     elif step.name == "remove_logs":
         for path in step.before:
             _host.remove(path)
-    elif step.subject in (_confinement.QEMU, _confinement.APPARMOR):
+    elif step.subject in (_confinement.QEMU, _confinement.APPARMOR, _confinement.COMPILER):
         file = _host.path(step.subject)
         mode = stat.S_IMODE(file.stat().st_mode) if file.is_file() else 0o644
         site = _managed_block.without_block(_text(step.subject))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from urllib.parse import unquote, urljoin, urlsplit
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection, HTTPResponse
 
 # No byte for this long means a dead source; a lower value fails on busy links.
 _SILENCE_S = 60
@@ -22,7 +24,7 @@ _TOTAL_S = 7200
 _UNPACK_S = 3600
 _BLOCK = 1 << 20
 _REDIRECTS = 5
-_MOVED = (301, 302, 303, 307, 308)
+_OK, _MOVED = 200, (301, 302, 303, 307, 308)
 
 
 def fetch(url: str, target: str, *, compression: str, size_bytes: int) -> None:
@@ -91,6 +93,11 @@ def _write_sparse(sink: IO[bytes], block: bytes) -> None:
 
 
 def _blocks(url: str) -> Iterator[bytes]:
+    # With TLS and the parsers of mail it takes longer to load than all else, and a host that has
+    # the image does not need it.
+    import http.client as http  # noqa: PLC0415
+
+    kinds = {"http": http.HTTPConnection, "https": http.HTTPSConnection}
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "file"):
@@ -99,22 +106,19 @@ def _blocks(url: str) -> Iterator[bytes]:
             with _host.path(unquote(parts.path)).open("rb") as source:
                 yield from _read(source)
         else:
-            yield from _http_blocks(url)
+            yield from _http_blocks(url, kinds)
     except OSError as failed:
         raise _unreachable(url, f"{type(failed).__name__}: {failed}") from failed
-    except (ValueError, http.client.HTTPException) as failed:
+    except (ValueError, http.HTTPException) as failed:
         # The text may quote an invalid URL whole, with a login and a query.
         reason = f"an invalid URL, redirect or answer: {type(failed).__name__}"
         raise _unreachable(url, reason) from failed
 
 
-def _http_blocks(url: str) -> Iterator[bytes]:
+def _http_blocks(url: str, kinds: Mapping[str, type[HTTPConnection]]) -> Iterator[bytes]:
     for _hop in range(_REDIRECTS):
         parts = urlsplit(url)
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        connection = kind(parts.hostname or "", parts.port, timeout=_SILENCE_S)
+        connection = kinds[parts.scheme](parts.hostname or "", parts.port, timeout=_SILENCE_S)
         try:
             target = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
             connection.request("GET", target, headers={"User-Agent": "gpuaas-slice"})
@@ -124,7 +128,7 @@ def _http_blocks(url: str) -> Iterator[bytes]:
                     if urlsplit(url).scheme not in ("https", parts.scheme):
                         raise _unreachable(url, f"a redirect from {parts.scheme} to this address")
                     continue
-                if answer.status != http.HTTPStatus.OK:
+                if answer.status != _OK:
                     raise _unreachable(url, f"HTTP status {answer.status}")
                 yield from _read(answer)
                 if answer.length:
@@ -136,7 +140,7 @@ def _http_blocks(url: str) -> Iterator[bytes]:
     raise _unreachable(url, f"more than {_REDIRECTS} redirects")
 
 
-def _read(source: IO[bytes] | http.client.HTTPResponse) -> Iterator[bytes]:
+def _read(source: IO[bytes] | HTTPResponse) -> Iterator[bytes]:
     while block := source.read(_BLOCK):
         yield block
 

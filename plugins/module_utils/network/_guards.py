@@ -144,6 +144,12 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
     filters = connections = None
     limited = True
     if with_firewall:
+        filtered = [guards[c] for c in expected if guards[c].allocation_id != _flows.PROBE_ID]
+        _nft.prepare(
+            _host_connections.listing(bridge),
+            _firewall.listing(_rules(params, guards)),
+            *map(_port_filter.listing, filtered),
+        )
         # First, because it names a kernel that cannot count connections, as the firewall does too.
         limited = _host_connections.normalized(bridge) == _host_connections.installed()
         connections = _flows.connection_limits()
@@ -466,7 +472,12 @@ def restore(params: Params, *, with_firewall: bool) -> list[str]:
 def restoring(params: Params, *, with_firewall: bool) -> Iterator[str]:
     """As `restore`, and gives each step once it is done, because a later one may fail."""
     state = observe(params, with_firewall=with_firewall)
-    for refusal in (yield from doing(apply, params, plan(params, state) if state else ())):
+    yield from carrying_out(params, plan(params, state) if state else ())
+
+
+def carrying_out(params: Params, steps: Iterable[_change.Step]) -> Iterator[str]:
+    """Do the steps, and give each once it is done. The refusal of a port is raised at the end."""
+    for refusal in (yield from doing(apply, params, steps)):
         raise refusal
 
 

@@ -95,10 +95,14 @@ def installed() -> str | None:
     return _nft.listed(_LIST)
 
 
+def listing(bridge: str) -> _nft.Listing:
+    return rules(bridge), *_LIST
+
+
 def normalized(bridge: str) -> str:
     """The table as the kernel would print it, or a refusal of a kernel that cannot count."""
     try:
-        return _nft.as_listed(rules(bridge), *_LIST)
+        return _nft.as_listed(*listing(bridge))
     except Refusal as refusal:
         if refusal.code != "command_failed":
             raise

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import contextlib
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
+# A table's text and the command that prints it.
+Listing = tuple[str, ...]
+# What the command prints. For the guards of all slices of a host.
+_PRINTED: dict[Listing, str] = {}
+_MOST, _BETWEEN = 64, "----"
+
 
 def load(text: str) -> None:
     # A table may differ only because nft was upgraded, and prints it in another way since.
-    as_listed.cache_clear()
+    forget_printed()
     _command.run(["nft", "-f", "-"], stdin=text)
 
 
@@ -32,9 +38,31 @@ def listed(command: list[str]) -> str | None:
     return printed.out if printed.rc == 0 else None
 
 
-# For the guards of all slices of a host.
-@lru_cache(maxsize=64)
-def as_listed(text: str, *command: str) -> str:
+def as_listed(*listing: str) -> str:
     """What the command would print of a table, from an empty network namespace of its own."""
-    argv = ["unshare", "--net", "sh", "-c", f"nft -f - && {' '.join(command)}"]
-    return _command.run(argv, stdin=text).out
+    if listing not in _PRINTED:
+        _print([listing])
+    return _PRINTED[listing]
+
+
+def prepare(*listings: Listing) -> None:
+    """Have several tables printed in one namespace, for calls of `as_listed`. Which of them the
+    kernel refuses is for those to tell.
+    """
+    if missing := [listing for listing in listings if listing not in _PRINTED]:
+        with contextlib.suppress(Refusal):
+            _print(missing)
+
+
+def forget_printed() -> None:
+    _PRINTED.clear()
+
+
+def _print(listings: list[Listing]) -> None:
+    if len(_PRINTED) + len(listings) > _MOST:
+        forget_printed()
+    commands = [" ".join(command) for _text, *command in listings]
+    shell = " && ".join(["nft -f -", f" && echo {_BETWEEN} && ".join(commands)])
+    texts = "".join(text for text, *_words in listings)
+    printed = _command.run(["unshare", "--net", "sh", "-c", shell], stdin=texts).out
+    _PRINTED.update(zip(listings, printed.split(f"{_BETWEEN}\n"), strict=True))

@@ -78,10 +78,14 @@ def installed() -> dict[str, tuple[str, dict[str, int]]]:
     }
 
 
+def listing(guard: _flows.Guard) -> _nft.Listing:
+    return rules(guard, "lo"), *_LIST
+
+
 def normalized(guard: _flows.Guard) -> str:
     """The table as the kernel would print it."""
-    listed = _nft.as_listed(rules(guard, "lo"), *_LIST)
-    text = _COUNTER.sub(r"counter \1", _LISTED.findall(listed)[0][1])
+    tables = dict(_LISTED.findall(_nft.as_listed(*listing(guard))))
+    text = _COUNTER.sub(r"counter \1", tables[guard.port])
     # "lo" occurs only as the device, in whatever form a version of nft prints devices.
     return text.replace('"lo"', f'"{guard.port}"')
 

@@ -11,11 +11,7 @@ import sys
 import time
 from xml.etree import ElementTree
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_files,
-    _host,
-    _object_names,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
@@ -25,26 +21,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 )
 
 _RETRY_S, _DEADLINE_S = 0.2, 20.0
-# Daemons of libvirt that start guests: the one for all drivers, and that of a modular libvirt. Each
-# writes its file of this name in /run when it starts.
-_DAEMONS = ("libvirtd", "virtqemud")
-
-
-def unnoticed() -> list[str]:
-    """Running daemons of libvirt that are older than the hook. They look for hooks only when they
-    start. A time of the hook in the future, from before a change of the clock, shows nothing.
-    """
-    hook = _host.path(_boot_files.HOOK)
-    written = hook.stat().st_mtime if hook.exists() else None
-    return [name for name in _DAEMONS if _older(name, written)]
-
-
-def _older(daemon: str, written: float | None) -> bool:
-    try:
-        started = _host.path(f"/run/{daemon}.pid").stat().st_mtime
-    except FileNotFoundError:
-        return False
-    return written is None or started < written <= time.time()
 
 
 def start(domain: str, definition: str) -> int:
@@ -72,12 +48,11 @@ def admit(domain: str, definition: str) -> None:
     partition = _nvlink.saved(guard.allocation_id)
     if partition is not None:
         _nvlink.change(partition, active=True)
-    number = _flows.await_port(guard.port, deadline=_DEADLINE_S)
-    # A domain that starts has no connection of its own; the number may have been another's.
-    _flows.forget_connections(number)
     end = time.monotonic() + _DEADLINE_S
     while True:
-        left = _restored(settings, guard)
+        # Again each time, because a switch that has restarted gives another number.
+        number = _flows.await_port(guard.port, deadline=_DEADLINE_S)
+        left = _restored(settings, guard, number)
         if not left:
             return
         if time.monotonic() > end:
@@ -85,22 +60,29 @@ def admit(domain: str, definition: str) -> None:
         time.sleep(_RETRY_S)
 
 
-def _restored(settings: _guards.Params, guard: _flows.Guard) -> str:
-    """Restore the isolation; returns the difference that is left, or the reason. A neighbour's port
-    that fails keeps no domain from its start.
+def _restored(settings: _guards.Params, guard: _flows.Guard, number: int) -> str:
+    """Restore the isolation; returns the difference that a look at all of it has shown, or the
+    reason. A neighbour's port that fails keeps no domain from its start.
     """
+    if guard.bridge != settings["bridge"]:
+        return f"{guard.port} is not on {settings['bridge']}"
     reason = ""
     try:
-        try:
-            # The guardian may do the same at the same time.
-            _guards.restore(settings, with_firewall=True)
-        except Refusal as refusal:
-            reason = str(refusal)
+        # Without a look before, because a tap that was just made has no filter. The guardian may do
+        # the same at the same time.
+        _guards.install(settings, guard, number)
         state = _guards.observe(settings)
         if state is None or guard.cookie not in state.expected:
             return f"{guard.port} is not on {settings['bridge']}"
-        if steps := _guards.without_neighbours(_guards.plan(settings, state), guard.port):
+        steps = _guards.plan(settings, state)
+        try:
+            list(_guards.carrying_out(settings, steps))
+        except Refusal as refusal:
+            reason = str(refusal)
+        if steps := _guards.without_neighbours(steps, guard.port):
             return reason or ", ".join(f"{step.name} {step.subject}" for step in steps)
+        # A domain that starts has no connection of its own; the number may have been another's.
+        _flows.forget_connections(number)
         _host_connections.forget(guard.ip)
     except Refusal as refusal:
         return str(refusal)

@@ -25,11 +25,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
-    _domain,
-    _guest_runtime,
-    _libvirt,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _domain, _libvirt
 
 # ISO 9660: the primary volume descriptor is sector 16; its application identifier has 128 bytes.
 _APPLICATION = 16 * 2048 + 574
@@ -58,6 +54,26 @@ def files(
     if network:
         contents["network-config"] = f"{yaml(network)}\n"
     return contents
+
+
+def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:
+    """Cloud-config with further documents after it. Of equal keys, the first stays.
+
+    Lists of commands, packages and files are joined; of files with equal paths, the first stays.
+    """
+    joined = dict(user_data)
+    for document in further:
+        for key, value in document.items():
+            before = joined.get(key, [])
+            if key not in ("write_files", "runcmd", "packages"):
+                joined.setdefault(key, value)
+            elif not isinstance(value, list) or not isinstance(before, list):
+                raise _object_names.invalid(key, "a list", type(value).__name__)
+            else:
+                taken = [file.get("path") for file in before if isinstance(file, dict)]
+                more = [v for v in value if not (isinstance(v, dict) and v.get("path") in taken)]
+                joined[key] = [*before, *more]
+    return joined
 
 
 def digest(content: Mapping[str, str]) -> str:
@@ -163,12 +179,13 @@ def observe(params: _change.Params) -> State:
     path = _object_names.seed_path(params["allocation_id"])
     digest, drafts = present(path), tuple(_object_names.seed_drafts(params["allocation_id"]))
     name = _object_names.domain_name(params["allocation_id"])
-    life = _libvirt.state(name) if params["state"] == "detached" else None
+    if params["state"] != "detached":
+        return State(digest, drafts)
+    life, definitions = _libvirt.described(name, live=True)
     if life is None:
         return State(digest, drafts)
-    live = life.active and path in _domain.parse(_libvirt.definition(name, live=True))["seed"]
-    defined = path in _domain.parse(_libvirt.definition(name))["seed"]
-    return State(digest, drafts, defined, live)
+    defined, plugged = (path in _domain.parse(text)["seed"] for text in definitions)
+    return State(digest, drafts, defined, life.active and plugged)
 
 
 def plan(params: _change.Params, state: State) -> _change.Plan:
@@ -225,12 +242,9 @@ def facts(params: _change.Params, state: State) -> dict[str, Any]:
 
 
 def _content(params: _change.Params) -> dict[str, str]:
-    user_data = _guest_runtime.merged(
-        _document(params, "user_data"),
-        _guest_runtime.cloud_config(params["guest_runtime"] or {}, **params["tuning"]),
-        _document(params, "tenant_data"),
-    )
-    return files(user_data, params["meta_data"], params["network_config"])
+    user_data, tenants = (_document(params, name) for name in ("user_data", "tenant_data"))
+    documents = merged(user_data, params["runtime_data"], tenants)
+    return files(documents, params["meta_data"], params["network_config"])
 
 
 def _document(params: _change.Params, field: str) -> Mapping[str, Any]:

@@ -2,25 +2,27 @@
 
 The cloud seed carries this file into the guest, so it imports the standard library only. The host
 sends a line with a nonce and the probes; the guest answers a line for each probe, with that nonce.
-Each probe runs in a process of its own, because a broken driver may hang or crash it. A probe that
-may still pass is tried again until shortly before its deadline.
+The probes run side by side, each in a process of its own, because a broken driver may hang or crash
+it. A probe that may still pass is tried again until shortly before its deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PORT = "/dev/virtio-ports/org.gpuaas.readiness.0"
 _LINE_BYTES = 65536
@@ -228,14 +230,46 @@ def run(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"ok": False, "detail": detail[:_DETAIL_CHARACTERS], "values": {}, **again}
 
 
-def _apart(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of a probe, in a process with a time limit."""
-    argv = [sys.executable, "-I", __file__, "--probe", name, json.dumps(settings)]
+def _apart(probes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each probe with its result as it comes, in a process of its own with a time limit."""
+    running = {}
+    for name, settings in probes.items():
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _answer(name, settings, writer)
+        os.close(writer)
+        running[reader] = (name, child)
+    end = time.monotonic() + _TIMEOUT_S
+    while running:
+        ready = select.select([*running], [], [], max(end - time.monotonic(), 0))[0]
+        for reader in ready or [*running]:
+            name, child = running.pop(reader)
+            text = os.read(reader, _LINE_BYTES) if ready else b""
+            os.close(reader)
+            os.kill(child, signal.SIGKILL)
+            why = "ended without an answer" if ready else f"no answer within {_TIMEOUT_S:g} s"
+            yield name, json.loads(text) if text else {"ok": False, "detail": why, "values": {}}
+    _reap()
+
+
+def _reap() -> None:
+    """Forget processes that have ended. One that hangs in a driver does not, and is not waited
+    for.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _answer(name: str, settings: Mapping[str, Any], writer: int) -> NoReturn:
     try:
-        done = subprocess.run(argv, capture_output=True, timeout=_TIMEOUT_S, check=True)
-        return dict(json.loads(done.stdout))
-    except (OSError, subprocess.SubprocessError, ValueError) as problem:
-        return {"ok": False, "detail": _named(problem)[:_DETAIL_CHARACTERS], "values": {}}
+        # A process that hangs must not keep the port.
+        os.closerange(3, writer)
+        os.closerange(writer + 1, 1 << 16)
+        os.write(writer, json.dumps(run(name, settings)).encode())
+    finally:
+        os._exit(0)
 
 
 def _results(probes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -244,9 +278,8 @@ def _results(probes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dic
     """
     begin, pending = time.monotonic(), dict(probes)
     while pending:
-        for name, settings in list(pending.items()):
-            result = _apart(name, settings)
-            left = settings.get("within_s", 0) - (time.monotonic() - begin)
+        for name, result in _apart(dict(pending)):
+            left = probes[name].get("within_s", 0) - (time.monotonic() - begin)
             if not (result.pop("again", False) and left > _MARGIN_S):
                 del pending[name]
                 yield name, result
@@ -297,6 +330,7 @@ def serve(path: str) -> None:
         data = os.read(descriptor, 4096)
         if not data:  # the host is not connected
             pending = b""
+            _reap()
             time.sleep(_PAUSE_S)
             continue
         *lines, pending = (pending + data).split(b"\n")
@@ -308,9 +342,6 @@ def serve(path: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--probe"]:
-        sys.stdout.write(json.dumps(run(arguments[1], json.loads(arguments[2]))))
-        return 0
     serve(arguments[0] if arguments else PORT)
     return 0
 

@@ -1,19 +1,14 @@
-"""Cloud-config of a guest's runtime: telemetry, readiness probes, NVIDIA's driver, RDMA, tuning.
-
-A tenant's own cloud-config is merged after it: of a key that both have, ours stays; lists of
-commands, packages and files are joined.
-"""
+"""Cloud-config of a guest's runtime: telemetry, readiness probes, NVIDIA's driver, RDMA, tuning."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _object_names,
-    _source_closure,
-)
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _source_closure
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _guest_probes,
     _guest_telemetry,
@@ -32,7 +27,7 @@ Description=Readiness probes for the host of this slice
 ConditionPathExists=!{_PENDING}
 
 [Service]
-ExecStart=/usr/bin/python3 -I {PROGRAM} {_guest_probes.PORT}
+ExecStart=/usr/bin/python3 -IS {PROGRAM} {_guest_probes.PORT}
 Restart=on-failure
 RestartSec=5
 
@@ -47,7 +42,7 @@ _TELEMETRY_SERVICE = f"""\
 Description=Telemetry of this machine for its project, by way of its host
 
 [Service]
-ExecStart=/usr/bin/python3 -I {_TELEMETRY}
+ExecStart=/usr/bin/python3 -IS {_TELEMETRY}
 Nice=19
 Restart=on-failure
 RestartSec=30
@@ -67,15 +62,20 @@ def cloud_config(
     sysctl, memlock: values of a guest that is tuned.
     """
     files = [
-        _file(_TELEMETRY, _source(_guest_telemetry), "0755"),
+        _program(_TELEMETRY, _guest_telemetry),
         _file(_unit_path(_TELEMETRY_UNIT), _TELEMETRY_SERVICE),
     ]
     files += [_file(path, text) for path, text in _settings(runtime, sysctl, memlock).items()]
-    units, commands = [_TELEMETRY_UNIT], []
+    commands = [["sysctl", "--system"]] if runtime.get("tuning") else []
     config: dict[str, Any] = {}
-    if runtime.get("source") == "cloud_init":
+    probes, installs = bool(runtime.get("probes")), runtime.get("source") == "cloud_init"
+    if probes:
+        files += [
+            _program(PROGRAM, _guest_probes),
+            _file(_unit_path(UNIT), _SERVICE),
+        ]
+    if installs:
         files += [_file(_INSTALLER, _installer(runtime), "0700"), _file(_PENDING, "")]
-        commands.append([_INSTALLER])
         config["power_state"] = {"mode": "reboot", "condition": f"test -e {_INSTALLED}"}
         if repository := runtime.get("cuda_repository"):
             source = {
@@ -83,47 +83,24 @@ def cloud_config(
                 "keyid": repository["fingerprint"],
             }
             config["apt"] = {"sources": {"gpuaas-cuda": source}}
-    if runtime.get("probes"):
-        files += [
-            _file(PROGRAM, _source(_guest_probes), "0755"),
-            _file(_unit_path(UNIT), _SERVICE),
-        ]
-        units.append(UNIT)
-        commands.append(_start(UNIT))
-    # The installation takes minutes and may restart the guest, so telemetry starts before it.
-    # systemd reads units that it does not know when they start; a reload would read all again.
-    first = [["systemctl", "--no-reload", "enable", *units], _start(_TELEMETRY_UNIT)]
-    if runtime.get("tuning"):
-        first.append(["sysctl", "--system"])
-    return {**config, "write_files": files, "runcmd": [*first, *commands]}
+        # The installation takes minutes and may restart the guest, so telemetry starts before it.
+        commands += [_enable(_TELEMETRY_UNIT, now=True), *([_enable(UNIT)] if probes else [])]
+        commands += [[_INSTALLER], *([_enable(UNIT, now=True)] if probes else [])]
+    else:
+        # The host waits for the probes, so they start first.
+        commands.append(_enable(*([UNIT] if probes else []), _TELEMETRY_UNIT, now=True))
+    return {**config, "write_files": files, "runcmd": commands}
 
 
 def _unit_path(name: str) -> str:
     return f"/etc/systemd/system/{name}"
 
 
-def _start(unit: str) -> list[str]:
-    return ["systemctl", "--no-block", "start", unit]
-
-
-def merged(user_data: Mapping[str, Any], *further: Mapping[str, Any]) -> dict[str, Any]:
-    """Cloud-config with further documents after it. Of equal keys, the first stays.
-
-    Lists of commands, packages and files are joined; of files with equal paths, the first stays.
+def _enable(*units: str, now: bool = False) -> list[str]:
+    """Enable the units, and with `now` start them, by one program. systemd reads units that it does
+    not know when they start; a reload would read all again.
     """
-    joined = dict(user_data)
-    for document in further:
-        for key, value in document.items():
-            before = joined.get(key, [])
-            if key not in ("write_files", "runcmd", "packages"):
-                joined.setdefault(key, value)
-            elif not isinstance(value, list) or not isinstance(before, list):
-                raise _object_names.invalid(key, "a list", type(value).__name__)
-            else:
-                taken = [file.get("path") for file in before if isinstance(file, dict)]
-                more = [v for v in value if not (isinstance(v, dict) and v.get("path") in taken)]
-                joined[key] = [*before, *more]
-    return joined
+    return ["systemctl", "--no-reload", *(["--no-block", "--now"] if now else []), "enable", *units]
 
 
 def _settings(
@@ -163,9 +140,16 @@ touch {_INSTALLED}
 """
 
 
-def _source(program: ModuleType) -> str:
-    """Text of a program. Ansible sends it to the host because this file imports it."""
-    return _source_closure.source(program.__name__.removeprefix(f"{_source_closure.PACKAGE}."))
+def _program(path: str, program: ModuleType) -> dict[str, str]:
+    """A program of the guest. Ansible sends it to the host because this file imports it.
+
+    Packed, because cloud-init reads and writes the whole document several times before SSH starts,
+    a character at a time.
+    """
+    text = _source_closure.source(program.__name__.removeprefix(f"{_source_closure.PACKAGE}."))
+    # Without a time, so that the same program gives the same seed.
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return {**_file(path, packed, "0755"), "encoding": "gz+b64"}
 
 
 def _file(path: str, content: str, permissions: str = "0644") -> dict[str, str]:

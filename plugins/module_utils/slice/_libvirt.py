@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
+
+_VIRSH = ("virsh", "--connect", "qemu:///system")
 
 # libvirt's virDomainState, by number.
 STATES = (
@@ -34,6 +37,12 @@ PAUSED_ON_PURPOSE = frozenset({1, 11})
 _SHUT_DOWN = 1
 
 _RESEND_SECONDS = 15
+# A definition in the output of several commands, and its name.
+_DEFINITION = re.compile(r"^<domain [^>]*>$.*?^  <name>([^<]*)</name>$.*?^</domain>$", re.M | re.S)
+# Where libvirt keeps definitions.
+_KEPT = "/etc/libvirt/qemu"
+# Names that are a word of their own in virsh's form of several commands.
+_WORD = re.compile(r"\w[\w.+:@-]*", re.ASCII)
 # A file for each domain whose guest was asked to power off, until its next start. It has the time
 # until which the guest may take, by the clock that begins at the host's boot.
 _REQUESTS = "/run/gpuaas/shutdowns"
@@ -84,24 +93,42 @@ def state(name: str) -> State | None:
 
 def states(*names: str, ok: tuple[int, ...] = (0,)) -> dict[str, State]:
     """Domains of this host, defined or running, by name; every one without `names`."""
-    requests = set(_host.listed(_REQUESTS))
-    return {
-        name: State(
-            _word(values.get("state.state", 0)), values.get("state.reason", 0), name in requests
-        )
-        for name, values in statistics("--state", names=names, ok=ok).items()
-    }
+    return _states(statistics("--state", names=names, ok=ok))
 
 
-def settled(name: str, check: Callable[[], object]) -> State | None:
-    """As `state`, after a guest that was asked to power off has done so, or has not in its time.
+def described(name: str, *, live: bool = False) -> tuple[State | None, list[str]]:
+    """As `state`, with the domain's persistent definition, and with `live` what QEMU runs; no
+    definition without a domain. All from a single virsh, whose start takes longest.
+    """
+    known: dict[str, State] = {}
+    definitions: list[str] = []
+    dumps = [("dumpxml", "--inactive", name), *([("dumpxml", name)] if live else [])]
+    # Without its file there is most likely no domain, which only a list of all domains shows.
+    if _host.path(f"{_KEPT}/{name}.xml").exists():
+        commands = [f"domstats --state --nowait {name}", *map(" ".join, dumps)]
+        # After a command that fails virsh goes on, and its exit code is that of the last one.
+        out = _virsh("; ".join(commands), ok=(0, 1)).out
+        known = _states(_numbers(out.partition("<domain")[0]))
+        definitions = [match[0] for match in _DEFINITION.finditer(out)]
+    if name not in known:
+        known = states()
+    if name not in known:
+        return None, []
+    if len(definitions) != len(dumps):
+        definitions = [_virsh(*words).out for words in dumps]
+    return known[name], definitions
+
+
+def settled(name: str, check: Callable[[], object]) -> tuple[State | None, list[str]]:
+    """As `described`, after a guest that was asked to power off has done so, or has not in its
+    time.
 
     check: as for `shut_down`.
     """
     while True:
-        now = state(name)
-        if now is None or not now.active or not stops(name):
-            return now
+        life, definitions = described(name)
+        if life is None or not life.active or not stops(name):
+            return life, definitions
         check()
         time.sleep(1)
 
@@ -118,7 +145,10 @@ def statistics(
     `virsh domstats`.
     """
     # --nowait: a QEMU that does not answer its monitor must not block the query of the others.
-    out = _virsh("domstats", *groups, "--nowait", *names, ok=ok, timeout=timeout).out
+    return _numbers(_virsh("domstats", *groups, "--nowait", *names, ok=ok, timeout=timeout).out)
+
+
+def _numbers(out: str) -> dict[str, dict[str, int]]:
     by_name: dict[str, dict[str, int]] = {}
     values: dict[str, int] = {}
     for line in out.splitlines():
@@ -131,6 +161,16 @@ def statistics(
     return by_name
 
 
+def _states(numbers: Mapping[str, Mapping[str, int]]) -> dict[str, State]:
+    requests = set(_host.listed(_REQUESTS))
+    return {
+        name: State(
+            _word(values.get("state.state", 0)), values.get("state.reason", 0), name in requests
+        )
+        for name, values in numbers.items()
+    }
+
+
 def definition(name: str, *, live: bool = False) -> str:
     """The persistent definition of a domain that exists, or with `live` what QEMU runs."""
     return _virsh("dumpxml", *(() if live else ("--inactive",)), name).out
@@ -138,10 +178,15 @@ def definition(name: str, *, live: bool = False) -> str:
 
 def definitions(names: Iterable[str]) -> dict[str, str]:
     """The persistent definitions of these domains, by name; without those that went since they were
-    listed, such as that of a slice which another run releases.
+    listed, such as that of a slice which another run releases. Those with plain names are read by a
+    single virsh.
     """
-    by_name = {}
-    for name in names:
+    listed = list(names)
+    plain = [f"dumpxml --inactive {name}" for name in listed if _WORD.fullmatch(name)]
+    out = _virsh("; ".join(plain), ok=(0, 1)).out if len(plain) > 1 else ""
+    read = {match[1]: match[0] for match in _DEFINITION.finditer(out)}
+    by_name = {name: read[name] for name in listed if name in read}
+    for name in (name for name in listed if name not in read):
         try:
             by_name[name] = definition(name)
         except Refusal:
@@ -309,5 +354,4 @@ def _virsh(
     """Run virsh with a long limit: libvirtd stops when idle, and after a start it first queries
     QEMU's capabilities.
     """
-    argv = ["virsh", "--connect", "qemu:///system", *arguments]
-    return _command.run(argv, ok=ok, stdin=stdin, timeout=timeout)
+    return _command.run([*_VIRSH, *arguments], ok=ok, stdin=stdin, timeout=timeout)

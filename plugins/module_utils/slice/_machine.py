@@ -77,9 +77,10 @@ def observe(params: _change.Params) -> State:
     slots = _slots.checked(params["slots"], needed=("slot_id", "fence"))
     if params["state"] == "running":
         # A stop whose run was lost may take effect after a look, and the start would be none.
-        life = _libvirt.settled(name, partial(_ledger.check_each, params["slots"]))
+        check = partial(_ledger.check_each, params["slots"])
+        life, definitions = _libvirt.settled(name, check)
     else:
-        life = _libvirt.state(name)
+        life, definitions = _libvirt.described(name)
     active = life is not None and life.active
     port = _flows.port_number(_object_names.port_name(allocation))
     flows: frozenset[_flows.Flow] = frozenset()
@@ -99,7 +100,7 @@ def observe(params: _change.Params) -> State:
     ]
     return State(
         life=life,
-        definition=_domain.parse(_libvirt.definition(name)) if life else None,
+        definition=_domain.parse(definitions[0]) if definitions else None,
         pids=tuple(_libvirt.processes(name)),
         port=port,
         flows=_flows.installed(params["bridge"], _object_names.cookie(allocation)),
@@ -264,7 +265,7 @@ def _plan_off(params: _change.Params, state: State) -> _change.Plan:
 
 def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     allocation = params["allocation_id"]
-    name, port = _object_names.domain_name(allocation), _object_names.port_name(allocation)
+    name = _object_names.domain_name(allocation)
     _ledger.check_each(params["slots"])
     if step.name == "define_domain":
         _libvirt.define(_domain.render(_spec(params)))
@@ -287,11 +288,7 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
         _libvirt.start_paused(name, timeout=limit)
         _end_late_start(name, params["slots"])
     elif step.name == "guard_port":
-        number = _flows.await_port(port)
-        guard = _guard(params)
-        _guards.save(guard)
-        _guards.reload_firewall()
-        return {"ofport": number, "flows": _guards.install(_guards.recorded(), guard, number)}
+        return _guard_port(_guard(params), loaded=bool(step.before))
     elif step.name == "limit_port":
         _qos.install(allocation, _qos.limit(params["spec"].get("mgmt_qos")))
         return _qos.observe(allocation).document()
@@ -304,6 +301,21 @@ def apply(params: _change.Params, step: _change.Step) -> dict[str, Any] | None:
     else:
         _remove(params, step.name)
     return None
+
+
+def _guard_port(guard: _flows.Guard, *, loaded: bool) -> dict[str, Any]:
+    """Keep the guard and bring it in force. loaded: whether the switch had flows of it before."""
+    number = _flows.await_port(guard.port)
+    # A start has done so before the port was there.
+    if _guards.saved(guard.allocation_id) != guard:
+        _guards.save(guard)
+        _guards.reload_firewall()
+    flows = _guard_flows(guard, number)
+    # Its flows come last. The start hook or the guardian that has loaded exactly these since then
+    # has set the filter and the limits of this port first.
+    if loaded or _flows.installed(guard.bridge, guard.cookie) != flows:
+        _guards.install(_guards.recorded(), guard, number)
+    return {"ofport": number, "flows": len(flows)}
 
 
 def _remove(params: _change.Params, name: str) -> None:

@@ -53,36 +53,78 @@ def ask(
     start: float,
     alive: Callable[[], bool],
 ) -> Results:
-    """The result of each probe: `{ok, detail, values, seconds, deadline_s}`.
+    """The result of each probe, as `Inquiry.results`."""
+    with contextlib.closing(Inquiry(allocation_id, probes, deadlines, start=start)) as inquiry:
+        return inquiry.results(alive)
 
-    probes: the settings of each. deadlines: seconds after `start` (monotonic). alive: whether the
-    guest still runs.
+
+class Inquiry:
+    """Probes that a guest is asked, also while something else of it is waited for.
+
+    probes: the settings of each. deadlines: seconds after `start` (monotonic).
     """
-    results: Results = {}
-    exchange = _Exchange(allocation_id, probes, {n: start + s for n, s in deadlines.items()})
-    try:
-        while True:
-            now = time.monotonic() - start
-            for name in probes:
-                if name not in results and now >= deadlines[name]:
-                    results[name] = _failed(f"no answer within {deadlines[name]:g} s", now)
-            missing = [name for name in probes if name not in results]
-            if not missing:
-                break
-            if not alive():
-                raise _Rejected("the guest's QEMU has ended")
-            wait = min(_PAUSE_S, min(deadlines[name] for name in missing) - now)
-            for name, answer in exchange.answers(max(wait, 0.01)):
-                elapsed = round(time.monotonic() - start, 1)
+
+    def __init__(
+        self,
+        allocation_id: str,
+        probes: Mapping[str, Mapping[str, Any]],
+        deadlines: Mapping[str, float],
+        *,
+        start: float,
+    ) -> None:
+        self._probes, self._deadlines, self._start = probes, deadlines, start
+        ends = {name: start + seconds for name, seconds in deadlines.items()}
+        self._exchange = _Exchange(allocation_id, probes, ends)
+        self._results: Results = {}
+
+    def results(self, alive: Callable[[], bool]) -> Results:
+        """The result of each probe: `{ok, detail, values, seconds, deadline_s}`.
+
+        alive: whether the guest still runs.
+        """
+        while self._missing():
+            if alive():
+                self.listen(_PAUSE_S)
+            else:
+                self._end("the guest's QEMU has ended")
+        return {
+            name: {**self._results[name], "deadline_s": self._deadlines[name]}
+            for name in self._probes
+        }
+
+    def listen(self, wait_s: float) -> None:
+        """Take what the guest answers within `wait_s`. Of a guest that has been rejected, or has
+        answered everything, nothing is read any more.
+        """
+        missing = self._missing()
+        if not missing:
+            time.sleep(wait_s)
+            return
+        left = min(self._deadlines[name] for name in missing) - self._elapsed()
+        try:
+            for name, answer in self._exchange.answers(max(min(wait_s, left), 0.01)):
                 # Only the first answer counts, so that a guest cannot take one back.
-                results.setdefault(name, {**answer, "seconds": elapsed})
-    except _Rejected as reason:
-        now = time.monotonic() - start
-        for name in probes:
-            results.setdefault(name, _failed(str(reason), now))
-    finally:
-        exchange.close()
-    return {name: {**results[name], "deadline_s": deadlines[name]} for name in probes}
+                self._results.setdefault(name, {**answer, "seconds": round(self._elapsed(), 1)})
+        except _Rejected as reason:
+            self._end(str(reason))
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def _missing(self) -> list[str]:
+        now = self._elapsed()
+        for name, deadline in self._deadlines.items():
+            if name not in self._results and now >= deadline:
+                self._results[name] = _failed(f"no answer within {deadline:g} s", now)
+        return [name for name in self._probes if name not in self._results]
+
+    def _end(self, reason: str) -> None:
+        for name in self._probes:
+            self._results.setdefault(name, _failed(reason, self._elapsed()))
+        self.close()
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
 
 
 class _Exchange:

@@ -14,6 +14,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _host_mode,
     _ledger,
+    _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.disk import _block, _proof
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import _slice_network
@@ -185,6 +186,15 @@ def defined(monkeypatch: pytest.MonkeyPatch, xml: str) -> None:
     """Define another domain."""
     monkeypatch.setattr(_libvirt, "states", lambda: {"other": _libvirt.State("shut off")})
     monkeypatch.setattr(_libvirt, "definition", lambda _name: xml)
+
+
+def test_libvirt_is_asked_once_for_each_look(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virsh takes longer than all files that a look reads."""
+    looks: list[int] = []
+    monkeypatch.delattr(_libvirt, "state")
+    monkeypatch.setattr(_libvirt, "states", lambda: looks.append(1) or {})
+    assert code(drive(PARAMS)) == ""
+    assert len(looks) == len(("observe", "verify"))
 
 
 def test_what_another_domain_names_is_taken(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +528,8 @@ def test_every_finding_is_listed(host: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_own_running_vm_is_no_obstacle(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive(PARAMS)
-    monkeypatch.setattr(_libvirt, "state", lambda _name: _libvirt.State("running"))
+    own = _object_names.domain_name(ONE)
+    monkeypatch.setattr(_libvirt, "states", lambda: {own: _libvirt.State("running")})
     monkeypatch.setattr(_libvirt, "definition", lambda _name, **_: RUNNING)
     monkeypatch.setattr(_libvirt, "processes", lambda _marker: {9: "qemu-system-x86_64"})
     monkeypatch.setattr(_block, "usage", lambda _disk: _block.Usage(qemu_pids=[9]))
@@ -599,7 +610,8 @@ def test_the_memory_of_a_guest_that_runs_is_its_own_but_not_of_another_kind(
 ) -> None:
     """Its profile may have changed. Its restart is refused before it stops."""
     drive(PARAMS)
-    monkeypatch.setattr(_libvirt, "state", lambda _name: _libvirt.State("running"))
+    own = _object_names.domain_name(ONE)
+    monkeypatch.setattr(_libvirt, "states", lambda: {own: _libvirt.State("running")})
     monkeypatch.setattr(_libvirt, "definition", lambda _name, **_: RUNNING)
     monkeypatch.setattr(_pinning, "memory_free_mib", lambda *_, **__: 0)
     kept = {**params_with(hugepages=pages, memory_mib=1024 if pages else 768), "state": "kept"}

@@ -69,8 +69,37 @@ def guest(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Guest:
     return Guest(tree, monkeypatch)
 
 
+class Inquiry:
+    """Probes of a guest that answers at once. asked: the settings and deadlines of each inquiry."""
+
+    asked: list[tuple[Any, Any]]
+    results_of: dict[str, Any]
+
+    def __init__(self, _id: str, probes: Any, deadlines: Any, *, start: float) -> None:
+        self.asked.append((probes, deadlines))
+        self.deadlines = deadlines
+
+    def listen(self, _seconds: float) -> None:
+        self.asked.append(("listened", None))
+
+    def results(self, alive: Any) -> dict[str, Any]:
+        assert alive()
+        row = {**self.results_of, "seconds": 3.0}
+        return {"gpu_compute": {**row, "deadline_s": self.deadlines["gpu_compute"]}}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def inquiry(monkeypatch: pytest.MonkeyPatch) -> type[Inquiry]:
+    monkeypatch.setattr(module._readiness, "Inquiry", Inquiry)
+    Inquiry.asked, Inquiry.results_of = [], {"ok": True, "detail": "", "values": {}}
+    return Inquiry
+
+
 def code(readiness: dict[str, Any]) -> str:
-    rows = module.probes(PARAMS, readiness, 0.0)
+    rows = module.probes(PARAMS, readiness, None)
     refusal = module.verdict(PARAMS, readiness | {"probes": rows})
     return refusal.code if refusal else ""
 
@@ -96,26 +125,20 @@ def test_the_host_key_is_recorded_and_ssh_without_one_is_not_ready(guest: Guest)
     [(True, True, ""), (False, True, "readiness_failed"), (False, False, "probe_failed")],
 )
 def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
-    guest: Guest, monkeypatch: pytest.MonkeyPatch, ok: bool, tenant_code: bool, code: str
+    guest: Guest, inquiry: type[Inquiry], ok: bool, tenant_code: bool, code: str
 ) -> None:
     """A guest in which no code of its tenant has run fails by the site's doing."""
     guest.lease(MAC, IP)
     guest.ssh = True
-    calls: list[Any] = []
-
-    def ask(_id: str, probes: Any, deadlines: Any, **_more: Any) -> Any:
-        calls.extend((probes, deadlines))
-        row = {"ok": ok, "detail": "" if ok else "cuInit: error 802", "values": {}}
-        return {"gpu_compute": {**row, "seconds": 3.0, "deadline_s": 4}}
-
-    monkeypatch.setattr(module._readiness, "ask", ask)
+    detail = "" if ok else "cuInit: error 802"
+    inquiry.results_of = {"ok": ok, "detail": detail, "values": {}}
     runtime = {"source": "baked", "driver": "570-server", "probes": {"gpu_compute": 900, "rdma": 2}}
     given = {"gpus": 2, "functions": 2, "tenant_code": tenant_code}
     module_run = Module(check_mode=False, guest_runtime=runtime, **given)
     _change.attend(module_run, module.watch)
     # The deadline of the launch is a limit of every probe.
     asked_of = {"gpu_compute": {"driver": "570-server", "gpus": 2}, "rdma": {"functions": 2}}
-    assert calls == [asked_of, {"gpu_compute": 5, "rdma": 2}]
+    assert inquiry.asked == [(asked_of, {"gpu_compute": 5, "rdma": 2})]
     rows = module_run.answer["readiness"]["probes"]
     names = ["address", "lease", "ssh", "gpu_compute"]
     assert [(row["name"], row["ok"]) for row in rows] == [(n, True) for n in names[:3]] + [
@@ -125,35 +148,64 @@ def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
     if not ok:
         error = module_run.answer["error"]
         assert (error["code"], error["found"]) == (code, "gpu_compute: cuInit: error 802")
-        assert error["expected"] == "gpu_compute within 4 s"
+        assert error["expected"] == "gpu_compute within 5 s"
         assert "driver" in error["remedy"]
-    calls.clear()
+    inquiry.asked.clear()
     checked = Module(check_mode=True, guest_runtime=runtime)
     _change.attend(checked, module.watch)
-    assert not calls
+    assert not inquiry.asked
+
+
+def test_the_probes_are_asked_while_ssh_is_waited_for(
+    guest: Guest, inquiry: type[Inquiry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the guest's address on. What they say counts only of a guest that is reachable."""
+    runtime = {"driver": "570-server", "probes": {"gpu_compute": 900}}
+    sleeps: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", sleeps.append)
+    for address, listened in (("10.100.0.99", False), (IP, True)):
+        guest.lease(MAC, address)
+        silent = Module(check_mode=False, guest_runtime=runtime)
+        _change.attend(silent, module.watch)
+        assert silent.answer["error"]["code"] == "readiness_failed"
+        assert [row["name"] for row in silent.answer["readiness"]["probes"]] == [*module._OUTSIDE]
+        assert (("listened", None) in inquiry.asked, bool(sleeps)) == (listened, not listened)
+        sleeps.clear()
+    # A guest that has run before is asked when it is reachable: it may have no probes any more.
+    inquiry.asked.clear()
+    _change.attend(Module(check_mode=False, guest_runtime=runtime, judged=False), module.watch)
+    assert ("listened", None) not in inquiry.asked
+
+
+def test_a_guest_with_its_address_is_looked_at_often_until_it_speaks(
+    guest: Guest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer versions of sshd refuse an address that connects often without a login."""
+    sleeps: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", sleeps.append)
+    module.wait(PARAMS, once=False)
+    guest.lease(MAC, IP)
+    module.wait(PARAMS, once=False)
+    guest.ssh, guest.keys = True, []
+    module.wait(PARAMS, once=False)
+    assert [pause for pause, _same in itertools.groupby(sleeps)] == [1.0, 0.2, 1.0]
 
 
 def test_a_later_start_reports_the_probes_and_fails_by_none(
-    guest: Guest, monkeypatch: pytest.MonkeyPatch
+    guest: Guest, inquiry: type[Inquiry]
 ) -> None:
     """The tenant is root in the guest and may have removed them; that costs two minutes."""
     guest.lease(MAC, IP)
     guest.ssh = True
-    calls: list[Any] = []
-
-    def ask(_id: str, _probes: Any, deadlines: Any, **_more: Any) -> Any:
-        calls.append(deadlines)
-        row = {"ok": False, "detail": "no answer within 121 s", "values": {}}
-        return {"gpu_compute": {**row, "seconds": 121.0, "deadline_s": 121}}
-
-    monkeypatch.setattr(module._readiness, "ask", ask)
+    inquiry.results_of = {"ok": False, "detail": "no answer within 121 s", "values": {}}
     runtime = {"driver": "570-server", "probes": {"gpu_compute": 900}}
     for deadline, longest in ((900, 121), (100, 100)):
         later = Module(check_mode=False, guest_runtime=runtime, judged=False, deadline=deadline)
         _change.attend(later, module.watch)
-        assert (later.answer["failed"], calls[-1]) == (False, {"gpu_compute": longest})
+        (_settings, deadlines) = inquiry.asked.pop()
+        assert (later.answer["failed"], deadlines) == (False, {"gpu_compute": longest})
         # The contract of runs refuses parts of a second.
-        assert type(calls.pop()["gpu_compute"]) is int
+        assert type(deadlines["gpu_compute"]) is int
         assert not later.answer["readiness"]["probes"][-1]["ok"]
     guest.keys = []
     later = Module(check_mode=False, guest_runtime=runtime, judged=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,48 @@ def test_apparmor_lets_a_guest_take_pages_of_its_numa_node(tree: Path, script: A
     assert not drive().changed
     assert drive(state="absent").done == ["restore_apparmor", "forget_before"]
     assert _host.path(_confinement.APPARMOR).read_text() == site
+
+
+def test_apparmors_compiler_is_quick_and_its_settings_come_back(tree: Path, script: Any) -> None:
+    script.on(*SHOW, out=systemctl_show("inactive/enabled", "active/enabled"))
+    (tree / "var/lib/libvirt").mkdir(parents=True)
+    assert "tune_apparmor" not in drive().done, "a host without AppArmor"
+    site = "# A comment.\nOptimize=compress-fast"
+    _host.write(_confinement.COMPILER, site)
+    assert drive().done == ["tune_apparmor"]
+    lines = _host.path(_confinement.COMPILER).read_text().splitlines()
+    settings = [line for line in lines if not line.startswith("#")]
+    assert settings == ["Optimize=compress-fast", "Optimize=no-expr-simplify"]
+    assert not drive().changed
+    assert drive(state="absent").done == ["restore_compiler", "forget_before"]
+    assert _host.path(_confinement.COMPILER).read_text() == f"{site}\n"
+
+
+RULES = """profile sample {
+  /{usr/,}bin/* rix,
+  /{,var/}run/**/[0-9]*.pid rwk,
+  /sys/devices/**/{uevent,config} r,
+  deny /dev/{mem,kmem} rw,
+  ptrace (read, trace) peer="{sample,other}",
+}
+"""
+FEATURES = Path("/usr/share/apparmor-features/features")
+
+
+@pytest.mark.skipif(
+    not (shutil.which("apparmor_parser") and FEATURES.exists()), reason="needs apparmor_parser"
+)
+def test_the_quick_compiler_makes_the_same(tmp_path: Path) -> None:
+    quick, plain, rules = (tmp_path / name for name in ("quick", "plain", "rules"))
+    plain.write_text("# nothing\n")
+    quick.write_text(_confinement.with_compiler(plain.read_text()))
+    rules.write_text(RULES)
+    argv = ["apparmor_parser", "--skip-cache", "--stdout", f"--features-file={FEATURES}"]
+    made = [
+        subprocess.run([*argv, f"--config-file={file}", rules], capture_output=True, check=True)
+        for file in (plain, quick)
+    ]
+    assert made[0].stdout == made[1].stdout != b""
 
 
 def test_a_real_process_is_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,7 +374,8 @@ def test_a_domain_does_not_start_without_its_guard(
     assert "guard_missing" in refusal(INTERFACE)
     kept.write_text(text)
     # The guard does not come into force.
-    monkeypatch.setattr(_guards, "apply", lambda *_words: None)
+    for name in ("apply", "install"):
+        monkeypatch.setattr(_guards, name, lambda *_words: None)
     _flows.remove("ovsbr0", A.guard.cookie)
     assert "guard_not_in_force" in refusal(INTERFACE)
     monkeypatch.setattr(_flows, "port_number", lambda _port: None)

@@ -22,7 +22,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _guards,
     _ovs_nat,
-    _start_hook,
 )
 
 from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
@@ -145,12 +144,12 @@ def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
     hook.write_text("#!/bin/sh\n")
     assert _boot_files.HOOK in drive().plan.steps[0].before["differing"]
     hook.unlink()
-    assert _start_hook.unnoticed() == [daemon]
+    assert _boot_files.unnoticed() == [daemon]
     drive()
     assert os.access(hook, os.X_OK)
     # From before a change of the clock: no start would be later.
     os.utime(hook, (LATER, LATER))
-    assert _start_hook.unnoticed() == []
+    assert _boot_files.unnoticed() == []
 
 
 def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd) -> None:

@@ -16,6 +16,7 @@ import yaml
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
+    _host,
     _ledger,
     _object_names,
 )
@@ -57,6 +58,32 @@ def test_the_user_data_begins_with_its_mark() -> None:
     content = _cloud_seed.files({"hostname": "a"}, {"instance-id": "i"}, {})
     assert content["user-data"].startswith("#cloud-config\n")
     assert "network-config" not in content
+
+
+def test_a_tenants_document_comes_after_and_takes_nothing_away() -> None:
+    ours = {"users": [{"name": "ada"}], "write_files": [{"path": "/a"}], "runcmd": ["first"]}
+    theirs = {
+        "users": [],
+        "write_files": [{"path": "/a", "content": "theirs"}, {"path": "/b"}],
+        "runcmd": ["second"],
+        "packages": ["htop"],
+        "timezone": "UTC",
+    }
+    assert _cloud_seed.merged(ours, theirs) == {
+        "users": [{"name": "ada"}],
+        # Ours are written first, so that an error in theirs leaves them in place.
+        "write_files": [{"path": "/a"}, {"path": "/b"}],
+        "runcmd": ["first", "second"],
+        "packages": ["htop"],
+        "timezone": "UTC",
+    }
+
+
+@pytest.mark.parametrize("key", ["write_files", "runcmd", "packages"])
+def test_what_is_no_list_is_refused(key: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        _cloud_seed.merged({}, {key: {"0": "x"}})
+    assert refusal.value.code == "spec_invalid"
 
 
 def test_a_lone_surrogate_is_refused() -> None:
@@ -137,8 +164,7 @@ PARAMS: dict[str, Any] = {
     "user_data": json.dumps({"users": [{"name": "ada", "passwd": "canary-secret"}]}),
     "meta_data": {"instance-id": "i"},
     "network_config": {"version": 2},
-    "guest_runtime": {},
-    "tuning": {"sysctl": {}, "memlock": ""},
+    "runtime_data": {},
 }
 
 
@@ -198,7 +224,7 @@ def test_the_secrets_of_a_killed_run_are_a_trace_and_go(
     assert trace.belongs_to(allocation_id)
     assert "canary-secret" in (tree / trace.text.lstrip("/") / "user-data").read_text()
     monkeypatch.setattr(_command, "run", Maker().run)
-    monkeypatch.setattr(_libvirt, "state", lambda _name: None)
+    monkeypatch.setattr(_libvirt, "described", lambda _name, **_: (None, []))
     assert drive({**PARAMS, "state": state}).done[0] == "remove_draft"
     left = [trace.text for trace in _traces.looks("ovsbr0")["seed"]()]
     assert left == ([_object_names.seed_path(allocation_id)] if state == "present" else [])
@@ -218,6 +244,8 @@ NAME = _object_names.domain_name(PARAMS["allocation_id"])
 PATH = _object_names.seed_path(PARAMS["allocation_id"])
 DETACH = {**PARAMS, "state": "detached"}
 VIRSH = ("virsh", "--connect", "qemu:///system")
+_LOOK = f"domstats --state --nowait {NAME}; dumpxml --inactive {NAME}; dumpxml {NAME}"
+DESCRIBE = (*VIRSH, _LOOK)
 
 
 def domain_xml(*, seed: bool) -> str:
@@ -235,13 +263,16 @@ def domain_xml(*, seed: bool) -> str:
 
 
 def runs(script: Any, *, live: list[bool], state: int = 1) -> None:
-    """A domain whose definition names the seed, and what its QEMU has at each look."""
-    text = f"Domain: '{NAME}'\n  state.state={state}\n  state.reason=1\n"
-    script.on(*VIRSH, "domstats", "--state", "--nowait", NAME, out=text)
-    for seed in (True, False):
-        script.on(*VIRSH, "dumpxml", "--inactive", NAME, out=domain_xml(seed=seed))
-    for seed in live:
-        script.on(*VIRSH, "dumpxml", NAME, out=domain_xml(seed=seed))
+    """A domain whose definition names the seed at the first look. live: what its QEMU has: at the
+    first look, after it was unplugged, and at the last look.
+    """
+    _host.write(f"/etc/libvirt/qemu/{NAME}.xml", "<domain/>")
+    text = f"Domain: '{NAME}'\n  state.state={state}\n  state.reason=1\n\n"
+    for kept, plugged in ((True, live[0]), (False, live[-1])):
+        definitions = "\n".join(domain_xml(seed=seed) for seed in (kept, plugged))
+        script.on(*DESCRIBE, out=text + definitions + "\n")
+    for plugged in live[1:-1] or live:
+        script.on(*VIRSH, "dumpxml", NAME, out=domain_xml(seed=plugged))
     for mode in ("--config", "--live"):
         script.on(*VIRSH, "detach-disk", NAME, PATH, mode)
 
@@ -252,8 +283,12 @@ def test_after_readiness_it_is_overwritten_and_out_of_the_guest(seeds: Path, scr
     drive(PARAMS)
     with (seeds / PATH.lstrip("/")).open("rb") as qemu:
         assert b"GPUAAS SEED" in qemu.read()
-        runs(script, live=[True, True, False])
+        runs(script, live=[True, True, False, False])
+        script.calls.clear()
         outcome = drive(DETACH)
+        programs = [argv[3].partition(" ")[0] for argv in script.calls]
+        unplug = ["detach-disk", "dumpxml", "dumpxml"]
+        assert programs == ["domstats", "detach-disk", *unplug, "domstats"]
         assert outcome.done == ["forget_seed", "destroy_seed", "unplug_seed"]
         assert not (seeds / PATH.lstrip("/")).exists()
         qemu.seek(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import base64
+import gzip
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +12,6 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _source_closure
-from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _guest_probes,
     _guest_runtime,
@@ -31,13 +32,20 @@ INSTALLED = {
 }
 
 
+ENABLE_NOW = ["systemctl", "--no-reload", "--no-block", "--now", "enable"]
+
+
 def config_of(runtime: dict[str, Any]) -> dict[str, Any]:
     return _guest_runtime.cloud_config(runtime, {"net.core.rmem_max": "268435456"}, "unlimited")
 
 
 def files(runtime: dict[str, Any]) -> dict[str, str]:
-    written = config_of(runtime)["write_files"]
-    return {file["path"]: file["content"] for file in written}
+    """Text of each file by path, as cloud-init writes it."""
+    return {file["path"]: written(**file) for file in config_of(runtime)["write_files"]}
+
+
+def written(content: str, encoding: str = "", **_more: str) -> str:
+    return gzip.decompress(base64.b64decode(content)).decode() if encoding == "gz+b64" else content
 
 
 def test_a_baked_runtime_brings_the_probes_only() -> None:
@@ -48,21 +56,17 @@ def test_a_baked_runtime_brings_the_probes_only() -> None:
         _guest_runtime.PROGRAM: Path(_guest_probes.__file__).read_text(),
         f"/etc/systemd/system/{_guest_runtime.UNIT}": _guest_runtime._SERVICE,
     }
-    enable, telemetry, probes = config["runcmd"]
-    # Without a reload of systemd.
-    assert enable == ["systemctl", "--no-reload", "enable", telemetry[-1], _guest_runtime.UNIT]
-    assert probes == ["systemctl", "--no-block", "start", _guest_runtime.UNIT]
+    # By one program, without a reload of systemd, and the probes, which the host waits for, first.
+    (enable,) = config["runcmd"]
+    assert enable == [*ENABLE_NOW, _guest_runtime.UNIT, _guest_runtime._TELEMETRY_UNIT]
 
 
 @pytest.mark.covers("SLICE-11")
 def test_every_slice_reports_its_telemetry() -> None:
     ((_path, program), (unit, service)) = files({}).items()
     assert program == Path(_guest_telemetry.__file__).read_text()
-    assert f"ExecStart=/usr/bin/python3 -I {_path}\n" in service
-    assert config_of({})["runcmd"] == [
-        ["systemctl", "--no-reload", "enable", Path(unit).name],
-        ["systemctl", "--no-block", "start", Path(unit).name],
-    ]
+    assert f"ExecStart=/usr/bin/python3 -IS {_path}\n" in service
+    assert config_of({})["runcmd"] == [[*ENABLE_NOW, Path(unit).name]]
     assert _guest_telemetry.PORT.endswith("/org.gpuaas.telemetry.0")
 
 
@@ -85,12 +89,14 @@ def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path
         "rdma-core", "ibverbs-utils",
     ):  # fmt: skip
         assert f" {package}" in script
-    # Telemetry starts before an installation that takes minutes.
-    assert config["runcmd"][1:] == [
-        *config_of({})["runcmd"][1:],
+    # Telemetry starts before an installation that takes minutes, the probes after it, or after the
+    # restart that ends it.
+    assert config["runcmd"] == [
         ["sysctl", "--system"],
+        *config_of({})["runcmd"],
+        ["systemctl", "--no-reload", "enable", _guest_runtime.UNIT],
         [_guest_runtime._INSTALLER],
-        ["systemctl", "--no-block", "start", _guest_runtime.UNIT],
+        [*ENABLE_NOW, _guest_runtime.UNIT],
     ]
     pending = _guest_runtime._PENDING
     assert pending in written
@@ -125,29 +131,3 @@ def test_limits_of_the_guest() -> None:
         "* - memlock unlimited",
         "root - memlock unlimited",
     ]
-
-
-def test_a_tenants_document_comes_after_and_takes_nothing_away() -> None:
-    ours = {"users": [{"name": "ada"}], "write_files": [{"path": "/a"}], "runcmd": ["first"]}
-    theirs = {
-        "users": [],
-        "write_files": [{"path": "/a", "content": "theirs"}, {"path": "/b"}],
-        "runcmd": ["second"],
-        "packages": ["htop"],
-        "timezone": "UTC",
-    }
-    assert _guest_runtime.merged(ours, theirs) == {
-        "users": [{"name": "ada"}],
-        # Ours are written first, so that an error in theirs leaves them in place.
-        "write_files": [{"path": "/a"}, {"path": "/b"}],
-        "runcmd": ["first", "second"],
-        "packages": ["htop"],
-        "timezone": "UTC",
-    }
-
-
-@pytest.mark.parametrize("key", ["write_files", "runcmd", "packages"])
-def test_what_is_no_list_is_refused(key: str) -> None:
-    with pytest.raises(Refusal) as refusal:
-        _guest_runtime.merged({}, {key: {"0": "x"}})
-    assert refusal.value.code == "spec_invalid"

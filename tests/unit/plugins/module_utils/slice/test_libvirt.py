@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _host
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.covers("SLICE-6")
 
 VIRSH = ("virsh", "--connect", "qemu:///system")
 LOOK = (*VIRSH, "domstats", "--state", "--nowait")
+DESCRIBE = (*VIRSH, "domstats --state --nowait a; dumpxml --inactive a")
 
 
 def stats(**counters: tuple[int, int]) -> str:
@@ -25,8 +27,14 @@ def stats(**counters: tuple[int, int]) -> str:
     )
 
 
+def definition(name: str, rest: str = "") -> str:
+    return f"<domain type='kvm'>\n  <name>{name}</name>\n{rest}</domain>\n\n"
+
+
 @pytest.fixture(autouse=True)
 def no_waiting(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "test"):
+        _host.write(f"/etc/libvirt/qemu/{name}.xml", "<domain/>")
     monkeypatch.setattr(_libvirt.time, "sleep", lambda _seconds: None)
 
 
@@ -67,13 +75,70 @@ def test_a_domain_that_is_not_found_is_looked_for_in_all(script: Script) -> None
         _libvirt.state("b")
 
 
+def test_state_and_definitions_are_read_by_one_program(script: Script) -> None:
+    # What an administrator writes into a definition is no answer of libvirt's about the state.
+    text = definition("a", "  <description>x\n  state.state=5\n  </description>\n")
+    script.on(*DESCRIBE, out=stats(a=(1, 1)) + text)
+    script.on(*VIRSH, f"{DESCRIBE[-1]}; dumpxml a", out=stats(a=(3, 5)) + text + definition("a"))
+    running, paused = _libvirt.State("running", 1), _libvirt.State("paused", 5)
+    assert _libvirt.described("a") == (running, [text.strip()])
+    assert _libvirt.described("a", live=True) == (paused, [text.strip(), definition("a").strip()])
+    assert len(script.calls) == 2
+
+
+def test_a_domain_that_is_described_in_part_is_asked_for_again(script: Script) -> None:
+    """One that libvirt does not find may exist all the same, and none is taken for undefined."""
+    script.on(*DESCRIBE, rc=1, err="error: failed to get domain 'a'")
+    script.on(*LOOK, out=stats(b=(1, 1))).on(*LOOK, out=stats(a=(5, 0)))
+    assert _libvirt.described("a") == (None, [])
+    script.on(*VIRSH, "dumpxml", "--inactive", "a", out="<domain/>")
+    assert _libvirt.described("a") == (_libvirt.State("shut off"), ["<domain/>"])
+    assert script.calls.count(DESCRIBE) == 2
+    _host.remove("/etc/libvirt/qemu/a.xml")
+    assert _libvirt.described("a") == (_libvirt.State("shut off"), ["<domain/>"])
+    assert script.calls.count(DESCRIBE) == 2, "libvirt has no definition of it, and a list shows it"
+    _host.write("/etc/libvirt/qemu/a.xml", "<domain/>")
+    script.answers[DESCRIBE] = []
+    script.on(*DESCRIBE, rc=1, out=stats(a=(1, 1)))
+    assert _libvirt.described("a") == (_libvirt.State("running", 1), ["<domain/>"])
+    script.answers[LOOK] = []
+    script.answers[DESCRIBE] = []
+    script.on(*DESCRIBE, rc=1).on(*LOOK, rc=1, err="error: Disconnected")
+    with pytest.raises(Refusal, match="Disconnected"):
+        _libvirt.described("a")
+
+
+def test_definitions_of_plain_names_are_read_by_one_program(script: Script) -> None:
+    """A domain's number is no name: virsh gives the definition of the domain with that number."""
+    names = ["slice-a", "slice-b", "5", "of the site; list"]
+    together = "dumpxml --inactive slice-a; dumpxml --inactive slice-b; dumpxml --inactive 5"
+    script.on(*VIRSH, together, out=definition("slice-a") * 2 + definition("slice-b"), rc=1)
+    for name in names[2:]:
+        script.on(*VIRSH, "dumpxml", "--inactive", name, out="<domain/>")
+    texts = [definition(name).strip() for name in names[:2]]
+    expected = dict(zip(names, [*texts, "<domain/>", "<domain/>"], strict=True))
+    assert _libvirt.definitions(names) == expected
+    assert len(script.calls) == 3
+
+
+@pytest.mark.skipif(not shutil.which("virsh"), reason="needs virsh")
+def test_a_real_virsh_goes_on_after_a_command_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With libvirt's driver for tests, which has one domain and needs no daemon."""
+    monkeypatch.setattr(_libvirt, "_VIRSH", (shutil.which("virsh"), "-c", "test:///default"))
+    assert _libvirt.described("none") == (None, [])
+    life, definitions = _libvirt.described("test", live=True)
+    assert (life, len(definitions)) == (_libvirt.state("test"), 2)
+    assert _libvirt.definitions(["none", "test"]) == {"test": definitions[0]}
+
+
 def test_a_domain_that_goes_meanwhile_has_no_definition(script: Script) -> None:
     """A release of its slice may end between the list of all domains and this query."""
-    script.on(*VIRSH, "dumpxml", "--inactive", "a", out="<domain/>")
+    together = "dumpxml --inactive a; dumpxml --inactive gone"
+    script.on(*VIRSH, together, out=definition("a"), rc=1)
     for name in ("gone", "b"):
         script.on(*VIRSH, "dumpxml", "--inactive", name, rc=1, err="no answer")
     script.on(*LOOK, "gone", rc=1).on(*LOOK, out=stats(a=(1, 1)))
-    assert _libvirt.definitions(["a", "gone"]) == {"a": "<domain/>"}
+    assert _libvirt.definitions(["a", "gone"]) == {"a": definition("a").strip()}
     script.on(*LOOK, "b", out=stats(b=(1, 1)))
     with pytest.raises(Refusal, match="no answer"):
         _libvirt.definitions(["b"])
@@ -131,17 +196,20 @@ def test_a_guest_that_powers_off_late_is_waited_for(script: Script) -> None:
     with pytest.raises(Refusal, match="stale_fence"):
         _libvirt.shut_down("a", deadline=30, check=lost)
     assert _libvirt.stops("a") and not _libvirt.stops("b")
+    for state in ((1, 1), (1, 1), (5, 1)):
+        script.on(*DESCRIBE, out=stats(a=state) + definition("a"))
     with pytest.raises(Refusal, match="stale_fence"):
         _libvirt.settled("a", lost)
-    script.on(*LOOK, "a", out=stats(a=(1, 1))).on(*LOOK, "a", out=stats(a=(5, 1)))
-    assert _libvirt.settled("a", list) == _libvirt.State("shut off", 1, stop_requested=True)
+    off = _libvirt.State("shut off", 1, stop_requested=True)
+    assert _libvirt.settled("a", list) == (off, [definition("a").strip()])
 
 
 def test_a_guest_that_ignores_the_request_runs_on(script: Script) -> None:
     script.on(*LOOK, "a", out=stats(a=(1, 1)))
     script.on(*VIRSH, "shutdown", "a")
     assert not _libvirt.shut_down("a", deadline=0.01, check=list)
-    assert _libvirt.settled("a", list) == _libvirt.State("running", 1, stop_requested=True)
+    script.on(*DESCRIBE, out=stats(a=(1, 1)) + definition("a"))
+    assert _libvirt.settled("a", list)[0] == _libvirt.State("running", 1, stop_requested=True)
     assert not _libvirt.stops("a")
 
 

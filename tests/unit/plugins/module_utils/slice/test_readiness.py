@@ -249,6 +249,41 @@ def test_a_text_of_the_guest_is_cut_and_has_no_control_characters(channel: socke
     assert len(detail) <= 300
 
 
+def test_a_guest_is_heard_while_something_else_of_it_is_waited_for(channel: socket.socket) -> None:
+    """It has the request when its service starts, and its answer waits for the host."""
+
+    def answers(connection: socket.socket, request: dict[str, Any]) -> None:
+        connection.sendall(line(request["nonce"]))
+
+    deadlines, start = {"gpu_compute": 60.0}, time.monotonic()
+    with contextlib.closing(_readiness.Inquiry(ONE, GPU, deadlines, start=start)) as inquiry:
+        with guest(channel, answers):
+            inquiry.listen(0.01)
+            time.sleep(0.5)
+            inquiry.listen(10)
+        before = time.monotonic()
+        result = inquiry.results(lambda: True)["gpu_compute"]
+        assert result["ok"] and result["seconds"] <= round(before - start, 1)
+        # A wait is as long as without it.
+        inquiry.listen(0.3)
+        assert time.monotonic() - before >= 0.3
+
+
+@pytest.mark.covers("P2")
+def test_a_guest_that_floods_meanwhile_takes_no_time_of_the_wait(channel: socket.socket) -> None:
+    def floods(connection: socket.socket, request: dict[str, Any]) -> None:
+        while True:
+            connection.sendall(b"\n")
+
+    deadlines = {"gpu_compute": 60.0}
+    inquiry = _readiness.Inquiry(ONE, GPU, deadlines, start=time.monotonic())
+    with guest(channel, floods):
+        for _turn in range(5):
+            inquiry.listen(0.2)
+    result = inquiry.results(lambda: True)["gpu_compute"]
+    assert (result["ok"], result["detail"]) == (False, "17 lines from the guest that are no answer")
+
+
 def test_a_guest_that_has_ended_is_not_waited_for(channel: socket.socket) -> None:
     result = ask(deadline=60, alive=lambda: False)["gpu_compute"]
     assert (result["ok"], result["detail"]) == (False, "the guest's QEMU has ended")
@@ -491,9 +526,9 @@ def test_rdma_devices_and_active_ports_are_counted(
 def test_a_repeated_request_gets_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def apart(name: str, _settings: Any) -> dict[str, Any]:
-        ran.append(name)
-        return {"ok": True, "detail": "", "values": {}}
+    def apart(probes: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        ran.extend(probes)
+        yield from ((name, {"ok": True, "detail": "", "values": {}}) for name in probes)
 
     monkeypatch.setattr(_guest_probes, "_apart", apart)
     service, sent = _guest_probes.Service(), []
@@ -503,6 +538,62 @@ def test_a_repeated_request_gets_the_same_answers(monkeypatch: pytest.MonkeyPatc
     assert ran == ["rdma"]
     assert len(sent) == 2
     assert sent[0] == sent[1]
+
+
+# Reads an answer of a probe that is given by its code.
+APART = """\
+import json, os, sys, time
+sys.path.insert(0, sys.argv[1])
+import _guest_probes as guest
+guest._TIMEOUT_S = float(sys.argv[3])
+port = os.open("/dev/null", os.O_RDONLY)
+
+def hang(_settings):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+def crash(_settings):
+    os.abort()
+
+def quick(_settings):
+    try:
+        os.fstat(port)
+    except OSError:
+        return {"seconds": 1}
+
+def late(_settings):
+    time.sleep(1)
+    return {}
+
+guest.PROBES = {name: globals()[name] for name in sys.argv[2].split(",")}
+for name, result in guest._apart(dict.fromkeys(guest.PROBES, {})):
+    print(json.dumps([name, result]), flush=True)
+"""
+
+
+def apart(probes: str, limit: str) -> list[str]:
+    argv = [sys.executable, "-c", APART, str(Path(_guest_probes.__file__).parent), probes, limit]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_probes_run_side_by_side_and_keep_no_file_of_the_service() -> None:
+    """One that waits delays no other. One that hangs must not hold the port."""
+    answers = [json.loads(text) for text in apart("late,quick", "60")]
+    passed = {"ok": True, "detail": ""}
+    assert answers == [
+        ["quick", {**passed, "values": {"seconds": 1}}],
+        ["late", {**passed, "values": {}}],
+    ]
+
+
+@pytest.mark.covers("P2")
+def test_a_probe_that_hangs_or_crashes_fails_alone() -> None:
+    pid, *answers = apart("hang,crash,quick", "10")
+    details = {name: result["detail"] for name, result in map(json.loads, answers)}
+    late = "no answer within 10 s"
+    assert details == {"quick": "", "crash": "ended without an answer", "hang": late}
+    with contextlib.suppress(FileNotFoundError):
+        assert Path(f"/proc/{pid}/cmdline").read_text() == "", "it runs on"
 
 
 def test_the_probes_of_host_and_guest_are_the_same() -> None:
