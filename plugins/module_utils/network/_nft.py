@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
@@ -46,12 +44,14 @@ def as_listed(*listing: str) -> str:
 
 
 def prepare(*listings: Listing) -> None:
-    """Have several tables printed in one namespace, for calls of `as_listed`. Which of them the
-    kernel refuses is for those to tell.
-    """
+    """Have several tables printed in one namespace, for calls of `as_listed`."""
     if missing := [listing for listing in listings if listing not in _PRINTED]:
-        with contextlib.suppress(Refusal):
+        try:
             _print(missing)
+        except Refusal as refusal:
+            # Which of them the kernel refuses is for `as_listed` to tell.
+            if refusal.code != "command_failed":
+                raise
 
 
 def forget_printed() -> None:

@@ -231,5 +231,18 @@ def test_a_kernel_that_cannot_count_connections_is_named(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(_command, "run", run)
     _nft.forget_printed()
+    _nft.prepare(_host_connections.listing("ovsbr0"), ("table inet x {}", "nft", "list"))
     with pytest.raises(Refusal, match=r"connection_limit_missing.*Could not process rule"):
         _host_connections.normalized("ovsbr0")
+
+
+def test_a_kernel_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guardian's watchdog waits for less than two limits of a program."""
+
+    def run(argv: list[str], **_options: object) -> None:
+        raise Refusal("command_timeout", expected="an end", found="it hangs", remedy="")
+
+    monkeypatch.setattr(_command, "run", run)
+    _nft.forget_printed()
+    with pytest.raises(Refusal, match="it hangs"):
+        _nft.prepare(_host_connections.listing("ovsbr0"))
