@@ -41,7 +41,7 @@ options:
     type: dict
     required: true
   allocation_id:
-    description: Allocation that must hold the slot's lease on this host.
+    description: Allocation that must have the slot in this host's ledger.
     type: str
     default: ""
   exclude_models:

@@ -42,7 +42,7 @@ options:
   renew:
     description:
       - Accept only a proof that was taken under the slot's current fence. The ledger records only
-        uses that came through a lease; after any other use a new wipe is needed.
+        uses under a hold; after any other use a new wipe is needed.
     type: bool
     default: false
   raw:

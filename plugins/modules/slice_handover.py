@@ -38,7 +38,7 @@ options:
   slots:
     description: >-
       The allocation's slots with C(slot_id) and C(fence). A way is opened only under the fence and
-      the lease that the host has recorded.
+      the hold that the host has recorded.
     type: list
     elements: dict
     required: true

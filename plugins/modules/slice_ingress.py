@@ -64,7 +64,7 @@ options:
   slots:
     description: >-
       The allocation's slots with C(slot_id) and C(fence). A rule is added only under the fence and
-      the lease that the host has recorded.
+      the hold that the host has recorded.
     type: list
     elements: dict
     default: []

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Wait until a slice VM is ready: address, lease, SSH, and the probes that run in the guest."""
+"""Readiness of a slice VM: DHCP lease, address, SSH, and the probes that run in the guest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ short_description: Wait until a slice VM is ready for its tenant
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Watches the lease file of dnsmasq, the neighbour table and the SSH port of the guest.
+  - Watches the DHCP leases of dnsmasq, the neighbour table and the SSH port of the guest.
   - The guest is reachable when the expected address is leased to the expected MAC and an SSH
     server there shows its host key, which is recorded.
   - Then the probes of O(guest_runtime) are asked over the virtio-serial channel of the domain,
@@ -103,7 +103,7 @@ RETURN = r"""
 readiness:
   description:
     - The last observation. C(lease_state) is C(none), C(offered) (the MAC answers at the address
-      but has no lease), C(bound) or C(mismatch) (the MAC has another address).
+      but has no DHCP lease), C(bound) or C(mismatch) (the MAC has another address).
     - C(probes) has each probe in order with C(name), C(ok), C(detail), C(values), C(seconds) and
       C(deadline_s); C(host_keys) are the public host keys of the guest.
     - When the gate failed, C(console_tail) has the last lines of the guest's console and

@@ -384,7 +384,7 @@ def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
     another allocation since.
 
     A blocked slot may hold data of its last tenant, and the removal of another machine proves
-    nothing about that data. A slot blocked by an orphan removal was idle before, and a host leases
+    nothing about that data. A slot blocked by an orphan removal was idle before, and a host gives
     a slot only when nothing of its last tenant is left.
     """
     if slot.health_detail.get("code") == LEASED:

@@ -79,7 +79,7 @@ Network = Mapping[str, Any]
 
 
 def dhcp_lock(wait_s: float = 0) -> AbstractContextManager[None]:
-    """Lock of runs that stop or start dnsmasq. It keeps its leases in memory, so their file can be
+    """Lock of runs that stop or start dnsmasq. It keeps DHCP leases in memory, so their file can be
     changed only while it is stopped, and stays so.
     """
     return _host.locked("/run/gpuaas/dnsmasq", mode=0o700, wait_s=wait_s)

@@ -195,8 +195,8 @@ def _obstacles(
 ) -> list[Refusal]:
     blockers = []
     if len(state.held) < len(domain.disks):
-        text = f"leases of {len(state.held)} disks"
-        expected = f"leases of this allocation on {len(domain.disks)} disks"
+        text = f"holds on {len(state.held)} disks"
+        expected = f"holds of this allocation on {len(domain.disks)} disks"
         blockers.append(
             _refuse("lease_missing", expected, text, "take the slots with slice_lease first")
         )
