@@ -306,7 +306,7 @@ def domain_state(allocation_id: str) -> str:
 def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal | None]:
     """Last observation, and the reason why the guest is not ready."""
     start = time.monotonic()
-    _known(params["guest_runtime"])
+    _check_probes(params["guest_runtime"])
     readiness = wait(params, once=once)
     parameters = {**params, "guest_runtime": {}} if once else params
     readiness["probes"] = probes(parameters, readiness, start)
@@ -317,7 +317,7 @@ def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal |
     return {"readiness": readiness}, refusal
 
 
-def _known(runtime: dict[str, Any]) -> None:
+def _check_probes(runtime: dict[str, Any]) -> None:
     for name, seconds in (runtime.get("probes") or {}).items():
         if name not in _readiness.PROBES:
             expected = f"a probe of {', '.join(_readiness.PROBES)}"

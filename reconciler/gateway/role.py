@@ -31,7 +31,7 @@ _SOUND = (
     "way IN ('jump', 'terminal') AND bytes_in >= 0 AND bytes_out >= 0"
     " AND octet_length(concat(address, actor, owner, fingerprint, reason, recording_digest)) < 4096"
 )
-_OWN = """roles = '["gateway"]'::jsonb"""
+_GATEWAY_ROW = """roles = '["gateway"]'::jsonb"""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ _TABLES = {
         update="roles seen_at",
         rules={
             "ALL": (
-                _OWN,
-                f"{_OWN} AND seen_at BETWEEN 0 AND {_NOW} + 60"
+                _GATEWAY_ROW,
+                f"{_GATEWAY_ROW} AND seen_at BETWEEN 0 AND {_NOW} + 60"
                 f" AND started_at BETWEEN 0 AND {_NOW} + 60"
                 " AND octet_length(concat(id, host, version)) < 1024",
             )

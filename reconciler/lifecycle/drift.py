@@ -382,7 +382,7 @@ def end_hanging(conn: sa.Connection, act: Act, *, every_s: float) -> list[str]:
 
 def _waiting(every_s: float) -> sa.Select[Any]:
     """Hosts due for drift detection, those first that wait longest."""
-    failures, since = _of_newest(_FAILED), _asked_at()
+    failures, since = _of_newest(_FAILED), _queued_at()
     longest_s = max(_LONGEST_PAUSE_S, every_s * _AFTER_FAILURE)
     pauses = {n + 1: min(every_s * _AFTER_FAILURE * 2**n, longest_s) for n in range(_NEWEST)}
     pause = sa.case((_last_failed(), sa.case(pauses, value=failures)), else_=every_s)
@@ -475,7 +475,7 @@ def _has_open() -> sa.ColumnElement[bool]:
     return sa.select(tasks.c.id).where(_OF_NODE, tasks.c.state.in_(OPEN)).exists()
 
 
-def _asked_at() -> sa.ColumnElement[Any]:
+def _queued_at() -> sa.ColumnElement[Any]:
     """When drift detection was last queued for a node, or else when its mode was set."""
     last = sa.select(sa.func.max(tasks.c.created_at)).where(_OF_NODE).correlate(nodes)
     return sa.func.coalesce(last.scalar_subquery(), nodes.c.mode_since)

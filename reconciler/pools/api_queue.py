@@ -64,14 +64,14 @@ class ApiQueue:
         self._stopping = stopping
         self._url = url
         # The heartbeat must not wait for the end of another request, nor have its deadline.
-        self._own = threading.local()
+        self._local = threading.local()
         self._id = ""
         self._registering = threading.Lock()
         self._serving = True
         # Of the claim that has had no answer yet. Its repetition gets the same jobs.
         self._claim = ""
         self._due = True
-        self._asked = 0.0
+        self._looked_at = 0.0
         # When the service last took a token of this worker; before the first time, none is waited
         # for.
         self._admitted = -math.inf
@@ -112,7 +112,7 @@ class ApiQueue:
         if self._due:
             self._due = False
             return False
-        if time.monotonic() < self._asked + _LOOK_S:
+        if time.monotonic() < self._looked_at + _LOOK_S:
             return True
         return not self._look(0)
 
@@ -165,7 +165,7 @@ class ApiQueue:
         return Call(str(job["id"]), str(job["token"]), job["model"], given, *numbers)
 
     def _look(self, wait_s: int) -> bool:
-        self._asked = time.monotonic()
+        self._looked_at = time.monotonic()
         return bool(self._ask("due", {"worker_id": self._id, "wait_s": wait_s}).get("due"))
 
     def _ask(self, act: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,15 +237,15 @@ class ApiQueue:
 
     def _client(self) -> tuple[httpx.Client, Deadline]:
         """The calling thread's own."""
-        if not hasattr(self._own, "client"):
+        if not hasattr(self._local, "client"):
             agent = {"user-agent": f"gpuaas-worker/{program_version()}"}
             # A proxy would read a token that travels without TLS.
             private = self._url.startswith("https:")
             client = httpx.Client(base_url=self._url, trust_env=private, headers=agent)
             deadline = Deadline(0.0)
             end_at(client, deadline)
-            self._own.client = client, deadline
-        mine: tuple[httpx.Client, Deadline] = self._own.client
+            self._local.client = client, deadline
+        mine: tuple[httpx.Client, Deadline] = self._local.client
         return mine
 
 

@@ -46,12 +46,12 @@ _FIRST = (
 )
 # The project of each job that runs on workers of all projects. What a project runs in a pool of its
 # own takes nothing from others. The list of those workers is short, and read once.
-_OWN = (
+_OF_PROJECT_POOLS = (
     sa.select(pool_workers.c.id)
     .join(pools, pools.c.id == pool_workers.c.pool_id)
     .where(pools.c.project_id.is_not(None), pool_workers.c.ended_at.is_(None))
 )
-_SHARED = control.HOLDERS.where(jobs.c.worker.not_in(_OWN))
+_SHARED = control.HOLDERS.where(jobs.c.worker.not_in(_OF_PROJECT_POOLS))
 _IDS = rows.given("ids", id=str)
 _THESE = jobs.c.id.in_(sa.select(_IDS.c.id))
 # What a worker gets of a job.

@@ -172,7 +172,7 @@ class _Settings:
     def _attributes(self) -> dict[str, str]:
         pairs = self._list("GPUAAS_SLICE_BIOS_ATTRIBUTES", ())
         if not pairs:
-            return dict(_bios.WANTED)
+            return dict(_bios.REQUIRED)
         return {name: value for name, _sep, value in (pair.partition("=") for pair in pairs)}
 
     def _repository(self) -> dict[str, Any]:
