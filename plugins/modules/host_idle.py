@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Whether this host has no tenants, so that it may be restarted or made a slice host."""
+"""Guard before a restart or a bootstrap: it refuses a host with tenants."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Wipe the disks of slots and prove it by reading back."""
+"""Wipe of the disks of slots, proven by reading back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Whether anything of an allocation is left on this host."""
+"""Proof that nothing of an allocation is left on this host."""
 
 from __future__ import annotations
 

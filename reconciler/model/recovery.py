@@ -1,6 +1,4 @@
-"""Recovery of allocations and their blocked slots: when an operator may end one by force, the next
-move of a case, and the policy that opens cases. Pure: the service and its pages ask alike.
-"""
+"""Recovery decisions: forced ends of allocations, the next move of a case, the policy. Pure."""
 
 from __future__ import annotations
 
