@@ -280,7 +280,7 @@ _RELATIONS = """
      JOIN pg_namespace AS n ON n.oid = c.relnamespace
      WHERE n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname NOT LIKE 'pg\\_%'
      AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'S')) AS c"""
-# What a superuser has is all of it. `session_user`, because a connection can take another role on.
+# A superuser has all rights. `session_user`, because a connection can take another role on.
 _RIGHTS = sa.text(f"""
 SELECT c.name, a.attname::text, p FROM {_RELATIONS} JOIN pg_attribute AS a ON a.attrelid = c.oid
  CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'REFERENCES']) AS p

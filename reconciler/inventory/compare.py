@@ -109,7 +109,7 @@ class Inventory:
 
 @dataclass
 class Findings:
-    """What a comparison found. SERVICE: with what the codes begin."""
+    """Findings of a comparison. SERVICE: the first word of their codes."""
 
     SERVICE: ClassVar[str]
     findings: list[Finding] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Findings:
 
 @dataclass
 class Comparison(Findings):
-    """Findings, and what a sync does about those with an action."""
+    """Comparison with NetBox: findings, and the changes of a sync for those with an action."""
 
     SERVICE = "netbox"
     new_nodes: list[NewNode] = field(default_factory=list)

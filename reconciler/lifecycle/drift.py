@@ -482,9 +482,10 @@ def _queued_at() -> sa.ColumnElement[Any]:
 
 
 def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
-    """Close the gate when the host runs under a boot other than the proven boot (I16), and have it
-    proven while its boot is unknown, or slices, its sale or its way back from maintenance wait for
-    the proof.
+    """Close the gate when the host runs under a boot other than the proven boot (I16).
+
+    Queue a proof while the boot is unknown, or while slices, the sale of the host or its way back
+    from maintenance wait for the proof.
 
     Only a discovery stores the new boot id. The boot id of this snapshot may be older than the
     stored boot id, and storing it could open a gate that must stay closed (I14).

@@ -116,8 +116,8 @@ _DONE = (
     )
     .returning(jobs.c.id, jobs.c.project_id)
 )
-# What `tend` mends: a delay that is over, a lease that has expired, and one that ends later than a
-# lease that begins now, with a second for the time between two readings of the clock.
+# Rows that `tend` mends: delays that are over, expired leases, and leases that end later than one
+# that begins now. A second is added for the time between two readings of the clock.
 # now: the clock as it was read, because PostgreSQL searches no index for the clock itself.
 _NOW: sa.ColumnElement[float] = sa.bindparam("now", type_=sa.Double())
 _DELAYED = sa.and_(control.PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= _NOW)

@@ -205,8 +205,8 @@ class Supervisor:
         for worker in living:
             limit = SILENT_S if worker.row.models else LOADING_S
             silent = self._silence(worker.row) > limit
-            # Without its own process, what is left of it are children that must not go on. A child
-            # of this process that has just been started may not be seen yet.
+            # Without the worker's first process, its children are left, which must not go on. A
+            # worker that this process has just started may not be listed yet.
             orphaned = not worker.leader and worker.row.id not in self._children
             if silent or orphaned:
                 self._kill(worker)

@@ -84,7 +84,7 @@ _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 
 
 class WrongSetting(ValueError):
-    """An unknown value of a setting; the program never guesses."""
+    """An unknown value of a setting, for which the program assumes no other."""
 
 
 def main(words: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -35,6 +35,6 @@ def listed(command: list[str]) -> str | None:
 # For the guards of all slices of a host.
 @lru_cache(maxsize=64)
 def as_listed(text: str, *command: str) -> str:
-    """What the command would print of a table, from an empty network namespace of its own."""
+    """Output of the command for a table, loaded in an empty network namespace."""
     argv = ["unshare", "--net", "sh", "-c", f"nft -f - && {' '.join(command)}"]
     return _command.run(argv, stdin=text).out
