@@ -151,7 +151,7 @@ def observe(params: _change.Params) -> list[SlotState]:
 def _tenants_stack(
     disk: _block.Disk, used: _block.Usage, slots: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
-    """Arrays and volumes that the host has made of what a tenant wrote, uppermost first.
+    """Arrays and volumes that the host assembled from a tenant's data, uppermost first.
 
     Empty when one of them also has a device of the host, or is of another kind. The kernel refuses
     to stop those that are in use.
