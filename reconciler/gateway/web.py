@@ -158,7 +158,7 @@ class Browser(Session):
         await self._socket.accept(PROTOCOL)
         self.gateway.clients.add(self)
         self.gateway.ensure_watch()
-        # A silent socket holds a place too. Owners are counted, because all may come from one proxy.
+        # A silent socket holds a place too. Owners count, because all may come from one proxy.
         browsers = [each for each in self.gateway.clients if isinstance(each, Browser)]
         alike = [each for each in browsers if each.owner == self.owner]
         if len(alike) > self.gateway.limits.terminals:

@@ -1,4 +1,4 @@
-"""Tokens that people make for themselves: what they open, and all that ends them."""
+"""Tokens that people make for themselves: their rights, and every event that ends them."""
 
 from __future__ import annotations
 

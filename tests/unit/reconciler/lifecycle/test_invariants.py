@@ -1,4 +1,4 @@
-"""The checker is silent about a life in order, and names every lie that is planted."""
+"""Invariant checks: silent about an orderly life, and a name for every planted violation."""
 
 from __future__ import annotations
 
