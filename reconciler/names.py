@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 Rows = list[Any]
-# Those who wait for each lookup that goes on.
+# Futures of the callers that wait, by lookup under way.
 _waiting: dict[tuple[Any, ...], list[Future[Rows]]] = {}
 _lock = threading.Lock()
 

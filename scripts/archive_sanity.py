@@ -83,7 +83,7 @@ def prepare_home() -> None:
     (HOME / ".pip" / "pip.conf").write_text(pip_configuration(os.environ))
     cache = HOME / ".ansible" / "test" / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    (cache / f"get_pip_{wanted_pip().replace('.', '_')}.py").write_text(GET_PIP)
+    (cache / f"get_pip_{pinned_pip().replace('.', '_')}.py").write_text(GET_PIP)
 
 
 def pip_configuration(environment: Mapping[str, str]) -> str:
@@ -99,7 +99,7 @@ def pip_configuration(environment: Mapping[str, str]) -> str:
     return "[global]\n" + "".join(f"{name} = {value}\n" for name, value in sorted(options.items()))
 
 
-def wanted_pip() -> str:
+def pinned_pip() -> str:
     """Return the version of pip that this ansible-test installs into its environments."""
     source = (
         Path(import_module("ansible_test").__path__[0]) / "_internal" / "python_requirements.py"

@@ -1,4 +1,4 @@
-"""Write the model that is shipped: it reads digits from seven segments that may be wrong.
+"""Generator of the shipped model, which reads digits from seven segments that may be wrong.
 
 Each segment is taken to be wrong once in ten times; the model gives the probability of each digit.
 Run as `python -m scripts.digits_model`. ONNX is a protobuf message, written without a library here.

@@ -1,4 +1,4 @@
-"""What every test needs: the collection importable under its real name, and no real commands."""
+"""Fixtures of all tests: the collection importable under its real name, and no real commands."""
 
 from __future__ import annotations
 

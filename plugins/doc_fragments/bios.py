@@ -31,7 +31,7 @@ options:
 """
 
     # Options of modules that read settings.
-    WANTED = r"""
+    VALUES = r"""
 options:
   attributes:
     description:

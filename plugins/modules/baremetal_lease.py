@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Give this whole machine to one allocation, and take it back."""
+"""Hold of an allocation on this whole machine."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ options:
 seealso:
   - module: gpuaas.slice.racadm_bios
   - module: gpuaas.slice.redfish_bios
-extends_documentation_fragment: [gpuaas.slice.bios.wanted, gpuaas.slice.read_only]
+extends_documentation_fragment: [gpuaas.slice.bios.values, gpuaas.slice.read_only]
 """
 
 EXAMPLES = r"""

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Reset and scrub the GPUs of slots between tenants, with evidence."""
+"""Reset and scrub of the GPUs of slots between tenants, with evidence."""
 
 from __future__ import annotations
 

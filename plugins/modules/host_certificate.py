@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""The certificate that vouches for this host's SSH key."""
+"""SSH host certificate of this host, and its renewal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Whether this host has no tenants, so that it may be restarted or made a slice host."""
+"""Guard before a restart or a bootstrap: it refuses a host with tenants."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ author: The gpuaas.slice authors (@gpuaas)
 description:
   - Reads only. Call it directly before a step that would disconnect a tenant.
   - Before a restart refuses with C(host_in_use) while a machine runs under QEMU, also one that
-    libvirt has lost or that is no slice, and while the host's ledger has a lease of a slot
-    or of the whole machine. The machines and leases of O(allocations) do not count.
+    libvirt has lost or that is no slice, and while the host's ledger has a hold of a slot
+    or of the whole machine. The machines and holds of O(allocations) do not count.
   - Refuses with C(boot_changed) under another boot than O(boot_id).
   - Before a bootstrap, which repairs a slice host under its machines, refuses with
     C(machine_leased) while a tenant has the whole machine.

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Keep a slice image in the host's digest-checked cache."""
+"""Image of slices in the host's digest-checked cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Clone a cached image onto the raw boot disk of a slot."""
+"""Clone of a cached image on the raw boot disk of a slot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ options:
     type: dict
     required: true
   allocation_id:
-    description: Allocation that must hold the slot's lease on this host.
+    description: Allocation that must have the slot in this host's ledger.
     type: str
     default: ""
   exclude_models:

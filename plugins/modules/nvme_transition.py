@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Take NVMe disks from host storage for slices."""
+"""Takeover of NVMe disks from host storage for slices."""
 
 from __future__ import annotations
 

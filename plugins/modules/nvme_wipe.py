@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Wipe the disks of slots and prove it by reading back."""
+"""Wipe of the disks of slots, proven by reading back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ options:
   renew:
     description:
       - Accept only a proof that was taken under the slot's current fence. The ledger records only
-        uses that came through a lease; after any other use a new wipe is needed.
+        uses under a hold; after any other use a new wipe is needed.
     type: bool
     default: false
   raw:
@@ -151,7 +151,7 @@ def observe(params: _change.Params) -> list[SlotState]:
 def _tenants_stack(
     disk: _block.Disk, used: _block.Usage, slots: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
-    """Arrays and volumes that the host has made of what a tenant wrote, uppermost first.
+    """Arrays and volumes that the host assembled from a tenant's data, uppermost first.
 
     Empty when one of them also has a device of the host, or is of another kind. The kernel refuses
     to stop those that are in use.

@@ -54,7 +54,7 @@ requirements:
 seealso:
   - module: gpuaas.slice.redfish_bios
   - module: gpuaas.slice.firmware_preflight
-extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.wanted]
+extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.values]
 """
 
 EXAMPLES = r"""

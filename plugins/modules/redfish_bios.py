@@ -76,7 +76,7 @@ options:
 seealso:
   - module: gpuaas.slice.racadm_bios
   - module: gpuaas.slice.firmware_preflight
-extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.wanted]
+extends_documentation_fragment: [gpuaas.slice.change, gpuaas.slice.bios, gpuaas.slice.bios.values]
 """
 
 EXAMPLES = r"""

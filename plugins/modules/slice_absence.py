@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Whether anything of an allocation is left on this host."""
+"""Proof that nothing of an allocation is left on this host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
   - Reads only. Looks for the domain, QEMU processes, NVRAM, seed, console log, DHCP reservation
-    and lease, tracked connections, bridge port, flows and holders of the disks, and whether the
-    PCI functions are bound to vfio-pci and answer, and for the guards of fabric functions.
+    and DHCP lease, tracked connections, bridge port, flows, holders of the disks, and guards of
+    fabric functions, and whether the PCI functions are bound to vfio-pci and answer.
   - A check that cannot be made proves nothing. It counts as not absent, with C(known) false, and
     RV(absent) is false.
 options:

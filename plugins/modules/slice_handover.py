@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Hand a slice VM that is ready to its tenant: open the gateway's way, destroy the seed."""
+"""Handover of a ready slice VM to its tenant: the gateway's way opens, the seed is destroyed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ options:
   slots:
     description: >-
       The allocation's slots with C(slot_id) and C(fence). A way is opened only under the fence and
-      the lease that the host has recorded.
+      the hold that the host has recorded.
     type: list
     elements: dict
     required: true

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Everything of slices on this host, for all allocations."""
+"""Holdings of this host: all objects of slices, of every allocation."""
 
 from __future__ import annotations
 

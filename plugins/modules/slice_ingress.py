@@ -64,7 +64,7 @@ options:
   slots:
     description: >-
       The allocation's slots with C(slot_id) and C(fence). A rule is added only under the fence and
-      the lease that the host has recorded.
+      the hold that the host has recorded.
     type: list
     elements: dict
     default: []
@@ -345,8 +345,8 @@ def _flows_to_load(settings: _change.Params, guard: _flows.Guard | None) -> list
         return []
     state = _guards.observe(settings, with_firewall=False)
     steps = _guards.plan(settings, state) if state else []
-    own = ("guard_port", guard.port)
-    return [s for s in steps if s.name == "guard_bridge" or (s.name, s.subject) == own]
+    of_port = ("guard_port", guard.port)
+    return [s for s in steps if s.name == "guard_bridge" or (s.name, s.subject) == of_port]
 
 
 def _probe(ip: str, port: int, deadline: float) -> float:

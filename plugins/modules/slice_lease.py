@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Lease of approved slots of this host to one allocation, with the resources that it gets."""
+"""Hold of an allocation on approved slots of this host, with its CPUs and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ description:
     bound to vfio-pci, answering and alone in their IOMMU group; each disk is the approved one by
     the identity that it reports, clean in the host's ledger with a wipe proof that stands, and
     unused; no other domain names any of them; the bridge, CPUs and memory are there.
-  - Then writes the leases with their fences into the ledger. A fence lower than the highest seen
+  - Then writes the holds with their fences into the ledger. A fence lower than the highest seen
     is refused.
   - CPUs are chosen on the NUMA node of the slots, whole cores at a time, and recorded with the
     memory. Slots of several NUMA nodes get their part of both on each of them.

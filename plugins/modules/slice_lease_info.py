@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Holds of this host: leases of slots and of the whole machine, and reserved addresses."""
+"""Holds of this host: slots, the whole machine, and reserved addresses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Whether a host is for slices."""
+"""Slice mode of a host: the mark, without which no device is bound."""
 
 from __future__ import annotations
 

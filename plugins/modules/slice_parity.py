@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Check every target condition of a host in one pass."""
+"""Parity check of a host: every target condition, in one pass."""
 
 from __future__ import annotations
 

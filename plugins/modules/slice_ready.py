@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Wait until a slice VM is ready: address, lease, SSH, and the probes that run in the guest."""
+"""Readiness of a slice VM: DHCP lease, address, SSH, and the probes that run in the guest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ short_description: Wait until a slice VM is ready for its tenant
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - Watches the lease file of dnsmasq, the neighbour table and the SSH port of the guest.
+  - Watches the DHCP leases of dnsmasq, the neighbour table and the SSH port of the guest.
   - The guest is reachable when the expected address is leased to the expected MAC and an SSH
     server there shows its host key, which is recorded.
   - The probes of O(guest_runtime) are asked over the virtio-serial channel of the domain, which is
@@ -104,7 +104,7 @@ RETURN = r"""
 readiness:
   description:
     - The last observation. C(lease_state) is C(none), C(offered) (the MAC answers at the address
-      but has no lease), C(bound) or C(mismatch) (the MAC has another address).
+      but has no DHCP lease), C(bound) or C(mismatch) (the MAC has another address).
     - C(probes) has each probe in order with C(name), C(ok), C(detail), C(values), C(seconds) and
       C(deadline_s); C(host_keys) are the public host keys of the guest.
     - When the gate failed, C(console_tail) has the last lines of the guest's console and
@@ -323,17 +323,17 @@ def domain_state(allocation_id: str) -> str:
 def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal | None]:
     """Last observation, and the reason why the guest is not ready."""
     start = time.monotonic()
-    _known(params["guest_runtime"])
-    asked_of = {**params, "guest_runtime": {}} if once else params
+    _check_probes(params["guest_runtime"])
+    parameters = {**params, "guest_runtime": {}} if once else params
     if params["judged"]:
-        with inquire(asked_of, start, params["deadline"]) as inquiry:
+        with inquire(parameters, start, params["deadline"]) as inquiry:
             readiness = wait(params, once=once, inquiry=inquiry)
             readiness["probes"] = probes(params, readiness, inquiry)
     else:
         readiness = wait(params, once=once)
         # Whole seconds, as the contract of runs has them.
         longest = min(params["deadline"], math.ceil(readiness["seconds"]) + _REPORT_SECONDS)
-        with inquire(asked_of, start, longest) as inquiry:
+        with inquire(parameters, start, longest) as inquiry:
             readiness["probes"] = probes(params, readiness, inquiry)
     refusal = verdict(params, readiness)
     if refusal is not None:
@@ -342,7 +342,7 @@ def watch(params: _change.Params, once: bool) -> tuple[dict[str, Any], Refusal |
     return {"readiness": readiness}, refusal
 
 
-def _known(runtime: dict[str, Any]) -> None:
+def _check_probes(runtime: dict[str, Any]) -> None:
     for name, seconds in (runtime.get("probes") or {}).items():
         if name not in _readiness.PROBES:
             expected = f"a probe of {', '.join(_readiness.PROBES)}"

@@ -26,7 +26,7 @@ options:
     required: true
   scope:
     description:
-      - V(slices) covers the traces of slices themselves (machines, leases, disks that wait for a
+      - V(slices) covers the traces of slices themselves (machines, holds, disks that wait for a
         wipe, reservations), V(host) these and everything of slice mode.
     type: str
     choices: [slices, host]

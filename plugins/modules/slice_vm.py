@@ -19,7 +19,7 @@ description:
     rendered here, never by a template, so no text of a tenant can add a key.
   - The address is a file in the host directory of the slice network's dnsmasq. All reservations are
     checked together by C(dnsmasq --test) first, because one duplicate stops dnsmasq for everyone.
-    Removing it has dnsmasq give up the lease, and drops tracked connections of the address.
+    Removing it has dnsmasq give up the DHCP lease, and drops tracked connections of the address.
   - On Ethernet the virtual functions come into the tenant's VLAN, with spoof check on and trust
     off. The card enforces them; a guest cannot change them. Every value is read back.
     C(gpuaas-slice-fabric.service) restores the VLAN at boot and within seconds. On InfiniBand the

@@ -1,16 +1,16 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Give up the leases of slots whose devices have died."""
+"""Write-off of slots whose devices have died: their holds end."""
 
 from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: slice_writeoff
-short_description: Give up the leases of slots whose devices have died
+short_description: Give up the holds of slots whose devices have died
 version_added: "0.1.0"
 author: The gpuaas.slice authors (@gpuaas)
 description:
-  - A slot whose disk has died cannot be wiped, so its last allocation never gives its lease back,
+  - A slot whose disk has died cannot be wiped, so its last allocation never gives its hold back,
     and the host stays a slice host for ever. The reconciler withdraws such a slot; this module
     retires its entry in the host's ledger.
   - Only entries that name the given allocation are touched. Their fence goes up to the given one,
@@ -47,7 +47,7 @@ extends_documentation_fragment: [gpuaas.slice.change]
 """
 
 EXAMPLES = r"""
-- name: Give up the lease of a slot whose disk has died
+- name: Give up the hold of a slot whose disk has died
   gpuaas.slice.slice_writeoff:
     slots:
       - slot_id: slot-0

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # Copyright: the gpuaas.slice authors; Apache-2.0 (see LICENSE)
-"""Bind approved PCI functions to vfio-pci, now and at every boot."""
+"""Binding of approved PCI functions to vfio-pci, now and at every boot."""
 
 from __future__ import annotations
 

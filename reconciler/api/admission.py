@@ -1,7 +1,7 @@
 """Admission of requests: the size of their bodies, and how many of a caller are worked on at once.
 
 All requests share an event loop, which reads their bodies, and some forty threads. Rates count
-requests (`security.Rates`), and say nothing of what one of them costs.
+requests (`security.Rates`), whatever each of them costs.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Admission:
 
 
 def _sender(request: Request) -> tuple[str, int, int] | None:
-    """By whom the request is counted, how many share the token, and how many places they have. None
-    share that of an admin, who is not limited.
+    """The key by which the request is counted, the number of holders of its token, and their
+    places. The number is 0 for an admin, who is not limited.
     """
     if caller := authenticate(request):
         return caller.owner, int(caller.role != Role.PLATFORM_ADMIN), PLACES

@@ -97,7 +97,7 @@ class FirmwareChange(Reasoned):
 
 
 class DiskIdentity(Body):
-    """What the operator has seen of the disk to take over. The approval covers nothing else.
+    """The disk to take over, as the operator has seen it. The approval covers nothing else.
 
     Without `signatures` only mounts and types are compared. A dry run reports all of it as
     `approval`.
@@ -470,7 +470,7 @@ def parity(node_id: Id, context: Admin) -> Parity | NoReport:
 
 @topology_router.post("/drift", status_code=202, response_model=Task)
 def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONResponse:
-    """Compare now what the host holds of slices with the records.
+    """Compare the slices that the host holds with the records, now.
 
     The task's result names every difference. An idle slot of which the host still holds something
     goes off sale. The host's own baseline is repaired; nothing of a tenant is changed.
@@ -481,9 +481,9 @@ def compare(node_id: Id, context: Admin, body: Reasoned | None = None) -> JSONRe
 @topology_router.get("/drift", response_model=LatestDrift)
 def latest_drift(node_id: Id, context: Admin) -> LatestDrift:
     """The latest finished comparison. Its result has the `differences`, the parts of the host that
-    are `unknown`, with why, the slots and allocations `skipped` because work on them was under way,
-    and the `repairs` of the host's own upkeep since its boot, with times. While `failed` is not
-    null, the host may hold something else by now.
+    are `unknown` with the reasons, and the slots and allocations `skipped` because work on them was
+    under way. `repairs` are those of the host's own upkeep since its boot, with times. While
+    `failed` is not null, the host may hold something else by now.
     """
 
     def read(conn: Connection) -> LatestDrift:

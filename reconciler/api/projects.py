@@ -81,7 +81,7 @@ class Quota(Answer):
 
 
 class DefaultQuota(Answer):
-    """The limits of the site, for what a project has no limit of its own for."""
+    """The limits of the site, which hold where a project has none."""
 
     limits: dict[str, int]
 

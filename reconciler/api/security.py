@@ -227,7 +227,7 @@ class Context:
             scope = f"{self.request.method} {self.request.url.path} {self.caller.token_id}"
             call = idempotency.Call(scope, key, _document(body))
             answer = idempotency.once(self.engine, call, done)
-        # What is refused or repeated leaves nothing.
+        # Refused and repeated requests are not counted.
         if counted and not answer.replayed:
             self.request.app.state.rates.count_act(self.caller.owner)
         headers = etag(answer.body)
@@ -371,7 +371,7 @@ class Places:
             waiting = self._waiting.get(key)
             while waiting:
                 turn = waiting.popleft()
-                # Of a loop that has ended nobody waits.
+                # The event loop of this request may have ended; then the next one gets the place.
                 with suppress(RuntimeError):
                     turn.get_loop().call_soon_threadsafe(_begin, turn)
                     return

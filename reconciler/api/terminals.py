@@ -1,4 +1,4 @@
-"""Terminals: a ticket for one in the browser, and recordings."""
+"""Terminals: tickets for terminals in the browser, and recordings."""
 
 from __future__ import annotations
 

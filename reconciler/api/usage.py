@@ -80,7 +80,7 @@ class Prices:
 
 
 class Charge(Answer):
-    """What a use costs."""
+    """The cost of a use."""
 
     price: str | None = Field(description="Of a GPU hour; null without a price.")
     currency: str = Field(description="By its code of ISO 4217.")

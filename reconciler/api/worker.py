@@ -31,8 +31,8 @@ from reconciler.pools.runner import checked
 router = APIRouter(prefix="/worker", tags=["worker"])
 T = TypeVar("T")
 
-# Registrations, heartbeats and ends of each worker, sustained and at once. Each writes to the disk,
-# and a worker in order sends a tenth of that.
+# Rate of the registrations, heartbeats and ends of a worker, sustained and at once. Each writes to
+# the disk. A worker that works as intended sends a tenth of it.
 _ACTS_PER_S, _ACTS_BURST = 1.0, 60
 # The longest wait for a job to be due.
 _WAIT_S = 20
@@ -45,8 +45,10 @@ Line = Annotated[str, StringConstraints(max_length=2_000)]
 
 
 class WaitingRequest:
-    """A request that waits for a job of its pool. models: of its worker; those of the pool until
-    they are read. woken: it looks for a job soon.
+    """A request that waits for a job of its pool.
+
+    models: those of its worker; until they are read, those of the pool. woken: whether it is about
+    to look for a job.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -79,7 +81,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, pool: Pool) -> Iterator[WaitingRequest | None]:
-        """None if the pool may have no other request wait: it has one for each of its workers."""
+        """Add a request of the pool; None if one for each of its workers waits already."""
         wait = WaitingRequest(pool)
         self._waits[wait] = None
         try:
@@ -89,9 +91,9 @@ class Waits:
             del self._waits[wait]
 
     def wake(self, project_id: str, models: Iterable[str]) -> None:
-        """Let a request look at once for each of a project's new jobs, by their models.
+        """Wake a waiting request for each of a project's new jobs, by their models.
 
-        Others hear of a job at their next look, as they do of jobs that came to another process.
+        The other requests see a job at their next look, as they see jobs of other processes.
         """
         waits = [wait for wait in list(self._waits) if wait.pool.project_id == project_id]
         for model in models:
@@ -109,7 +111,7 @@ class Credential:
     pool: Pool
 
     def act(self, work: Callable[..., T], **given: Any) -> T:
-        """As `write`, for what a worker seldom does."""
+        """As `write`, for rare requests of a worker, whose rate is limited."""
         key, workers = f"acts of pool {self.pool.id}", self.pool.replicas
         rates = self.request.app.state.rates
         rates.take_at(key, workers * _ACTS_PER_S, workers * _ACTS_BURST)
@@ -149,12 +151,12 @@ def _credential(request: Request) -> Credential:
     return Credential(request, pool)
 
 
-# Of a request that waits without a thread. `Waits` limits these.
+# Credential of a request that waits without a thread. `Waits` limits such requests.
 Waiter = Annotated[Credential, Depends(_credential)]
 
 
 async def _placed(request: Request, waiter: Waiter) -> Credential:
-    """Small requests as well take a place: a repeated claim of 150 bytes is answered by 4 MiB."""
+    """Small requests take a place too: the answer to a repeated claim of 150 bytes has 4 MiB."""
     await take_place(request, *of_pool(waiter.pool))
     return waiter
 
@@ -206,7 +208,7 @@ class Ended(Held):
     permanent: StrictFlag = False
 
     def end(self) -> tuple[Call, Outcome]:
-        """As the records get it. Without an error and a result that can be kept, it is an error."""
+        """The outcome for the records. Without an error, a result that cannot be stored is one."""
         if self.error is None:
             answer = checked(self.result)
         else:
@@ -216,7 +218,7 @@ class Ended(Held):
 
 
 class Claim(Body):
-    """A repetition with the same token gets the same jobs, should an answer be lost."""
+    """A claim. Repeated with the same token after a lost answer, it gets the same jobs."""
 
     token: Annotated[UUID, Field(strict=False)]
     limit: Annotated[Integer, Field(ge=1, le=remote.HELD)]
@@ -232,7 +234,7 @@ class Turn(Body):
 
 
 class ClaimedJob(Answer):
-    """A job for the worker to run. lost: how many workers have lost it; if any, it runs alone."""
+    """A job for the worker to run. lost: workers that lost it; unless it is 0, it runs alone."""
 
     id: str
     token: str

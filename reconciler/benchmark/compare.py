@@ -160,9 +160,9 @@ def gate(
 ) -> list[Record]:
     """A verdict per tuning profile: {"tuning", "passes", "cells"}.
 
-    The matrix has a cell for each kind of machine and number of CPUs of any capture, and for each
-    kind every number in counts, so that a missing capture is noticed. A cell: {"kind", "vcpus",
-    "verdict", "better", "worse", "open"}. Its verdict is
+    The matrix has a cell for each kind of machine and number of CPUs of any capture. Each kind also
+    has a cell for every number in counts, so that a missing capture is noticed. A cell: {"kind",
+    "vcpus", "verdict", "better", "worse", "open"}. Its verdict is
 
     - `better`, `same` or `worse`,
     - `incomplete`: a probe without figures, figures that are too noisy, or captures that differ in

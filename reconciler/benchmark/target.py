@@ -47,9 +47,9 @@ class Target:
     """A machine to measure.
 
     host: empty for this machine. access: the reconciler's identity; without it ssh uses the
-    caller's configuration (config: another file), keys and known_hosts. alias: name of the host
-    key: the id of a node, or the domain of a guest, whose address had other tenants before.
-    via: machine to connect through; it only forwards encrypted traffic.
+    caller's configuration (config: another file), keys and known_hosts. alias: name by which the
+    host key is known. It is the id of a node, or the domain of a guest, because other tenants had
+    the guest's address before. via: machine to connect through; it only forwards encrypted traffic.
     """
 
     host: str = ""

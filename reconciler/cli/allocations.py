@@ -28,7 +28,7 @@ Allocation = Annotated[
     str, typer.Argument(help="The allocation's id, or the machine's host name while it lives.")
 ]
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_OWN = "Default: for admins all, for others their only project."
+_DEFAULT_PROJECT = "Default: for admins all, for others their only project."
 COLUMNS = ("id", "state", "gpu_count", "hostname", "connection.host", "created_at", "error_code")
 
 commands = typer.Typer()
@@ -220,7 +220,7 @@ for _action in PowerAction:
 
 @commands.command("allocations")
 def list_allocations(
-    project: Annotated[str, project_option(_OWN)] = "",
+    project: Annotated[str, project_option(_DEFAULT_PROJECT)] = "",
     state: Annotated[str, typer.Option(help="Only this state, such as active or failed.")] = "",
 ) -> None:
     """List the allocations of a project, or of all projects."""
@@ -238,7 +238,7 @@ def list_allocations(
 @app.command("show")
 def show_allocation(
     allocation: Allocation,
-    project: Annotated[str, project_option(f"Show what members see. {_OWN}")] = "",
+    project: Annotated[str, project_option(f"Show what members see. {_DEFAULT_PROJECT}")] = "",
 ) -> None:
     """Show an allocation; admins also see its claims, tasks and history."""
     document: dict[str, Any] = {}

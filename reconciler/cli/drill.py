@@ -59,7 +59,7 @@ class _Drill:
         self.jobs: list[_Jobs] = []
 
     def check(self, step: str, holds: object, found: object) -> bool:
-        """Record what was found, and whether it is as it must be."""
+        """Record the finding of a step, and whether it is as expected."""
         self.evidence.append({"holds": bool(holds), "step": step, "found": str(found)})
         return bool(holds)
 
@@ -120,7 +120,7 @@ def _drill(name: str, project: str = "") -> Iterator[_Drill]:
             evidence = f"{problem.code}: expected {problem.expected}; found {problem.found}"
             drill.check("the drill came to its end", False, evidence)
         finally:
-            # What a failed drill leaves would wait for ever, or be in the way of the next drill.
+            # Jobs that a failed drill leaves would wait for ever, or disturb the next drill.
             for jobs in drill.jobs:
                 with suppress(Problem):
                     jobs.give_up()
@@ -276,7 +276,7 @@ def oom(project: Project, memory: Memory = 256) -> None:
             return
         jobs = _Jobs(drill, _MODEL)
         with _pool(drill, memory, kernel[0]) as (path, pids):
-            # Canceled before its attempts end, because a dead letter would be in the way of others.
+            # Canceled before its attempts end, because a dead letter would disturb other drills.
             jobs.submit([{"seconds": 0, "mib": 2 * memory}], max_attempts=10)
             _until(_START_S, lambda: jobs.read()[0]["failure"])
             code = (jobs.read()[0]["failure"] or {}).get("code")
@@ -452,7 +452,7 @@ def _until(seconds: float, ask: Callable[[], object]) -> bool:
 
 
 def _reach(path: str, field: str, goal: object, seconds: float) -> tuple[dict[str, Any], str]:
-    """A document once its field has this value, or as it is in the end; and after what time."""
+    """A document once its field has this value, or when the time is over; and the time it took."""
     began = time.monotonic()
     _until(seconds, lambda: client().get(path)[field] == goal)
     took_s = time.monotonic() - began

@@ -83,7 +83,7 @@ def _follow(case: Record) -> dict[str, Any]:
             return evidence
         problem = _failure(case) or timeout.over(case)
         if problem is not None:
-            # A person decides by what was seen.
+            # The person decides by this evidence.
             problem.detail["evidence"] = evidence
             raise problem
         time.sleep(1)
@@ -95,7 +95,7 @@ def _follow(case: Record) -> dict[str, Any]:
 
 
 def _failure(case: Record) -> Problem | None:
-    """Why it has failed, or what a person must do before it goes on."""
+    """The failure of the case, or the action of a person for which it waits."""
     if case["state"] == "failed":
         return Problem(**case["failure"])
     wait = case["waits_for"] or {}

@@ -31,7 +31,7 @@ Identity = Annotated[
     Path | None, typer.Option("--key", help="Private key; default: those that ssh uses itself.")
 ]
 _WORD = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:%-]*|")
-# Of the gateway, those that cost it least first. Each client since OpenSSH 6.5 has them.
+# Ciphers of the gateway, the cheapest for it first. Each client since OpenSSH 6.5 has them.
 _CIPHERS = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,aes128-ctr,aes192-ctr,aes256-ctr"
 
 
@@ -103,7 +103,7 @@ def replay(
     reason: Reason,
 ) -> None:
     """Write the recording of a terminal into a file, for admins only."""
-    # Before the service is asked, which records that somebody has read it.
+    # The file is made first, because the service records each reading of a recording.
     try:
         number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -141,7 +141,7 @@ def revoke_key(
     reason: Reason = "",
 ) -> None:
     """Revoke a key for good, and cut its sessions."""
-    # Who has lost a key may have lost its file, too.
+    # A person who has lost a key may have lost its file, too.
     lost = key.startswith("SHA256:")
     line = _by_fingerprint(project, key) if lost else public_key(Path(key))
     output.record(client().post(f"{_keys(project)}/revoke", {"public_key": line, "reason": reason}))

@@ -1,4 +1,4 @@
-"""`gpuaas token` creates, lists and revokes API tokens; `gpuaas login` gets one from a provider.
+"""`gpuaas token`: API tokens; `gpuaas login`: a token from the OpenID provider.
 
 `gpuaas token create` writes directly to the database, because the first token has no other way. The
 service does everything else.

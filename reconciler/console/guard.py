@@ -79,8 +79,8 @@ def _refused(found: str) -> Problem:
 def require_own_page(headers: Headers) -> None:
     """Problem `origin_refused` for a stream that another page opens with this browser's cookie.
 
-    It could not read it, and would use up what the session may open. Browsers do not send the
-    header to an address of another machine without TLS.
+    The page could not read the stream, but would use up the streams that a session may open.
+    Browsers do not send the header to an address of another machine without TLS.
     """
     if of_another_page(headers):
         raise _refused(f"a request of another page ({headers['Sec-Fetch-Site']})")

@@ -199,7 +199,7 @@ def recovery_steps(case: Document | None) -> list[Step]:
 def _states(case: Document, evidence: list[list[Document]]) -> list[str]:
     failed_in = case["failed_in"]
     played = _PLAYED[failed_in or case["state"]]
-    # The host has answered, so that the case failed by what comes next.
+    # The host has answered, so the case failed in the next move.
     if failed_in and played in (_ASK, _ASK_AGAIN) and evidence[played]:
         played += 1
     now = "failed" if failed_in else "running"

@@ -31,13 +31,13 @@ def secret_of(request: HTTPConnection) -> str:
 
 
 def of_socket(socket: HTTPConnection) -> Identity | None:
-    """Whom the session of a WebSocket stands for, now and later; None without a cookie."""
+    """Identity behind the session of a WebSocket, read anew each time; None without a cookie."""
     secret = secret_of(socket)
     return partial(identity, socket.app.state, secret) if secret else None
 
 
 def identity(state: State, secret: str) -> Caller | None:
-    """Whom a session stands for now; None when it or its token has ended."""
+    """The caller of a session; None when the session or its token has ended."""
     if not secret:
         return None
     with asking(state.engine) as conn:
@@ -55,9 +55,10 @@ def asks(request: Request, engine: Engine) -> bool:
 
 
 def start_by_provider(request: Request, state: State, login: str, claims: oidc.Claims) -> str:
-    """Start a session for a person of the provider, or renew that of the request, and return its
-    secret. login: secret of the login, which starts no second session. What the person had made
-    for projects of which they are no member any more ends.
+    """Start a session for a person of the provider, or renew that of the request.
+
+    Returns its secret. login: secret of the login, which starts no second session. Tokens and keys
+    that the person made for a project end when the person is no member of it any more.
     """
     settings: Settings = state.settings
     site = provider(settings)

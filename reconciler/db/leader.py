@@ -37,7 +37,7 @@ class Deposed(Refusal):
 
 
 @dataclass(frozen=True)
-class Lease:
+class Term:
     """Term of a leader. seconds: its duration from each renewal on."""
 
     name: str
@@ -46,7 +46,7 @@ class Lease:
     seconds: float
 
 
-def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lease | None:
+def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Term | None:
     """Renew the term, or take it when it is free; None while another process has it.
 
     holder: unique among all processes that ever ran. After a lapse the same holder gets a new
@@ -61,7 +61,7 @@ def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lea
     mine = sa.update(leaders).where(leaders.c.name == name, leaders.c.holder == holder, live)
     kept = conn.execute(mine.values(expires_at=until).returning(leaders.c.epoch)).scalar()
     if kept is not None:
-        return Lease(name, holder, kept, seconds)
+        return Term(name, holder, kept, seconds)
     fresh = {"holder": holder, "acquired_at": clock.now(), "expires_at": until}
     # The lock excludes transactions of the last leader. It is not waited for, because a candidate
     # campaigns again soon.
@@ -75,12 +75,12 @@ def campaign(conn: sa.Connection, name: str, holder: str, seconds: float) -> Lea
         # Of two simultaneous inserts, the primary key refuses the second, which campaigns again.
         conn.execute(sa.insert(leaders).values(name=name, epoch=1, **fresh))
         taken = 1
-    return None if taken is None else Lease(name, holder, taken, seconds)
+    return None if taken is None else Term(name, holder, taken, seconds)
 
 
-def resign(conn: sa.Connection, lease: Lease) -> None:
+def resign(conn: sa.Connection, term: Term) -> None:
     """End the term now, so that another process need not wait for its expiry."""
-    _end(conn, lease.name, lease.epoch)
+    _end(conn, term.name, term.epoch)
 
 
 def release(conn: sa.Connection, name: str, act: Act) -> None:
@@ -103,33 +103,33 @@ def _end(conn: sa.Connection, name: str, epoch: int) -> None:
     conn.execute(held.values(expires_at=clock.now()))
 
 
-def require(conn: sa.Connection, lease: Lease) -> None:
+def require(conn: sa.Connection, term: Term) -> None:
     """Lock the term until this transaction ends; `Deposed` when it has ended."""
     if conn.dialect.name == "postgresql":
         # A process that is paused or waits here keeps all others from leading.
-        limit = max(1, int(lease.seconds * 1000 * _PAUSE))
+        limit = max(1, int(term.seconds * 1000 * _PAUSE))
         conn.exec_driver_sql(
             f"SET LOCAL idle_in_transaction_session_timeout = {limit};"
             f" SET LOCAL lock_timeout = {limit}"
         )
     live = (leaders.c.expires_at > clock.now()).label("live")
-    query = sa.select(leaders.c.epoch, live).where(leaders.c.name == lease.name)
+    query = sa.select(leaders.c.epoch, live).where(leaders.c.name == term.name)
     # SQLite has no row locks and needs none, because a writer locks the whole database.
     row = conn.execute(query.with_for_update(read=True, key_share=True)).one_or_none()
-    if row is None or row.epoch != lease.epoch or not row.live:
+    if row is None or row.epoch != term.epoch or not row.live:
         raise Deposed(
             "not_leader",
-            expected=f"epoch {lease.epoch} of the leader {lease.name}, still running",
+            expected=f"epoch {term.epoch} of the leader {term.name}, still running",
             found="none" if row is None else f"epoch {row.epoch}, live: {bool(row.live)}",
             remedy="stop: another process does this work now, or this one is elected anew",
         )
 
 
 def led_by(
-    whole: sa.Engine, lease: Lease, begin: Callable[[sa.Connection, Lease], None] = require
+    whole: sa.Engine, term: Term, begin: Callable[[sa.Connection, Term], None] = require
 ) -> sa.Engine:
     """Engine of the same database whose writing transactions begin by requiring the term."""
-    return engine.guarded(whole, lambda conn: begin(conn, lease))
+    return engine.guarded(whole, lambda conn: begin(conn, term))
 
 
 def require_of(led: sa.Engine) -> None:

@@ -27,7 +27,7 @@ _WRITERS = 10
 _SINCE = "gpuaas_rests_since"
 # Limits of a session of PostgreSQL. A process that is paused or cut off in the middle of a
 # transaction keeps its row locks until the server ends its session. The attempts of `retrying`
-# together outlast that.
+# together last longer.
 _LIMITS = {
     "lock_timeout": "3s",
     "idle_in_transaction_session_timeout": "10s",
@@ -37,7 +37,7 @@ _LIMITS = {
     "tcp_keepalives_count": "3",
     "tcp_user_timeout": "25s",
 }
-# The same of our side of the connection, for a server that does not answer.
+# Limits of our side of the connection, for a server that does not answer.
 LINK = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -45,8 +45,8 @@ LINK = {
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
 }
-# A server, or a proxy before it, may acknowledge what it gets and never answer. It is given up so
-# long after its own limit of a statement. A ping is an easier question.
+# A server, or a proxy before it, may acknowledge all data and never answer. The connection is given
+# up this long after the server's own limit of a statement, and sooner for a ping.
 _GRACE_S = 30.0
 _PING_S = 10.0
 

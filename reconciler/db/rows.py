@@ -104,8 +104,8 @@ def batch_insert(conn: sa.Connection) -> Iterator[None]:
     """Collect the inserts of this block and write them at its end, in the same transaction.
 
     Records have the columns that the database makes only after the block. An exception in the block
-    after an insert rolls back the whole transaction, because other changes in it, such as a change
-    of state, must not be committed without the insert.
+    after an insert rolls back the whole transaction. Otherwise other changes in it, such as a
+    change of state, would be committed without the insert.
     """
     # Keep the dict: after a lost connection, conn.info is another dict or raises.
     info = conn.info
@@ -318,7 +318,7 @@ def of_project(
     conn: sa.Connection, kind: type[R], project_id: str, key: str, *, lock: bool = False
 ) -> R:
     """The project's row with an id. To a project, the rows of others do not exist."""
-    # Read before it is locked: a project must not be able to lock what another has.
+    # Read before it is locked, so that a project cannot lock the rows of another.
     row = get(conn, kind, key)
     if vars(row)["project_id"] != project_id:
         raise not_found(kind.ENTITY, key)

@@ -22,14 +22,14 @@ _VALUE = sa.select(settings.c.value).where(settings.c.name == sa.bindparam("of_n
 
 
 def read(conn: sa.Connection, name: str, default: Any = None, *, lock: bool = False) -> Any:
-    """Value of a setting; the default when it was never set. lock: for a value that follows it."""
+    """Value of a setting, or the default. lock: if a new value depends on it."""
     query = _VALUE.with_for_update() if lock else _VALUE
     value = conn.execute(query, {"of_name": name}).scalar_one_or_none()
     return default if value is None else value
 
 
 def column(name: str) -> sa.ScalarSelect[Any]:
-    """Value of a setting, for a statement that reads something else too; NULL when never set."""
+    """Value of a setting as a part of another statement; NULL when never set."""
     return sa.select(settings.c.value).where(settings.c.name == name).scalar_subquery()
 
 

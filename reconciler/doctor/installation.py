@@ -147,7 +147,7 @@ def ownership(file: Path, settings: Settings) -> Iterator[Finding]:
 
 
 def _gateway(settings: Settings) -> Iterator[Finding]:
-    """What is wrong with the keys of this machine's gateway."""
+    """The keys of this machine's gateway are complete and private."""
     folder = gateway_folder(settings.state_dir)
     if folder.is_dir():
         yield from _private(folder, 0o700)

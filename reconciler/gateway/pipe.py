@@ -39,7 +39,7 @@ class End(asyncssh.SSHTCPSession[bytes], asyncio.Protocol):
         self._early.clear()
         if self._eof:
             transport.write_eof()
-        # Not at once: a new SSH channel begins to read after this call, whatever is said in it.
+        # Later, because asyncssh makes a new channel read after this call, whatever is set here.
         asyncio.get_running_loop().call_soon(self._pace)
         self.peer.release("opening")
 

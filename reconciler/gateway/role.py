@@ -31,7 +31,7 @@ _SOUND = (
     "way IN ('jump', 'terminal') AND bytes_in >= 0 AND bytes_out >= 0"
     " AND octet_length(concat(address, actor, owner, fingerprint, reason, recording_digest)) < 4096"
 )
-_OWN = """roles = '["gateway"]'::jsonb"""
+_GATEWAY_ROW = """roles = '["gateway"]'::jsonb"""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ _TABLES = {
         update="roles seen_at",
         rules={
             "ALL": (
-                _OWN,
-                f"{_OWN} AND seen_at BETWEEN 0 AND {_NOW} + 60"
+                _GATEWAY_ROW,
+                f"{_GATEWAY_ROW} AND seen_at BETWEEN 0 AND {_NOW} + 60"
                 f" AND started_at BETWEEN 0 AND {_NOW} + 60"
                 " AND octet_length(concat(id, host, version)) < 1024",
             )
@@ -280,7 +280,7 @@ _RELATIONS = """
      JOIN pg_namespace AS n ON n.oid = c.relnamespace
      WHERE n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname NOT LIKE 'pg\\_%'
      AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'S')) AS c"""
-# What a superuser has is all of it. `session_user`, because a connection can take another role on.
+# A superuser has all rights. `session_user`, because a connection can take another role on.
 _RIGHTS = sa.text(f"""
 SELECT c.name, a.attname::text, p FROM {_RELATIONS} JOIN pg_attribute AS a ON a.attrelid = c.oid
  CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'REFERENCES']) AS p

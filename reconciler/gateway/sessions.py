@@ -195,8 +195,8 @@ class Sessions:
         self._judged.clear()
         for client, claim in granted.items():
             # A late answer says nothing of the time since.
-            reason, asked_at = answers.get(claim, ("", 0.0))
-            client.judged_at = max(client.judged_at, asked_at)
+            reason, requested_at = answers.get(claim, ("", 0.0))
+            client.judged_at = max(client.judged_at, requested_at)
             lost = now - client.judged_at > self.limits.unknown_s
             reason = reason or ("authorisation_unavailable" if lost else "")
             # The others are watched on, if one session cannot be ended.

@@ -70,7 +70,7 @@ class Terminal:
         self._free.set()
         loop = asyncio.get_running_loop()
         self._began = self._typed = loop.time()
-        # asyncssh answers what a machine asks, whether it takes the answers or not.
+        # asyncssh answers all requests of a machine, also if the machine does not read the answers.
         guest.pause_writing = self._pause  # type: ignore[method-assign]
         guest.resume_writing = self._resume  # type: ignore[method-assign]
 

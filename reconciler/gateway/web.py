@@ -39,13 +39,13 @@ from reconciler.trust.ca import open_trust
 log = logging.getLogger("gpuaas.gateway")
 
 PATH, PROTOCOL = "/terminal", "gpuaas.terminal.v1"
-# Of a frame of the client. The page sends a pasted text in pieces.
+# Longest frame of a client. The page sends a pasted text in pieces.
 FRAME = 64 << 10
 _OPEN_S = 10.0
 # Frames that wait until the machine takes them.
 _HEARD = 16
 _CLOSE_S = 2.0
-# By which the server closes its sockets at its end.
+# Code with which the server closes its sockets when it ends.
 _RESTART = 1012
 # Codes of the WebSocket and words for each end; another refusal has the words of its Problem.
 _REFUSED = 4000
@@ -158,7 +158,7 @@ class Browser(Session):
         await self._socket.accept(PROTOCOL)
         self.gateway.clients.add(self)
         self.gateway.ensure_watch()
-        # A socket that says nothing holds a place, too, and all of them may come from one proxy.
+        # A silent socket holds a place too. Owners count, because all may come from one proxy.
         browsers = [each for each in self.gateway.clients if isinstance(each, Browser)]
         alike = [each for each in browsers if each.owner == self.owner]
         if len(alike) > self.gateway.limits.terminals:
@@ -173,7 +173,7 @@ class Browser(Session):
         try:
             await self._work
         except asyncio.CancelledError:
-            # Of the work, by `cut`; or of this task, at the end of the process.
+            # Either `cut` has canceled the work, or the end of the process has canceled this task.
             ends = self._why == "closed"
             if ends:
                 self._why = "gateway_stopped"
@@ -196,7 +196,7 @@ class Browser(Session):
             await self._goodbye(words)
 
     async def _complete(self) -> None:
-        # The process may end after this, and would take the rest of a recording with it.
+        # The rest of a recording is written now, because the process may end after this.
         if self._terminal:
             await self._terminal.close()
         await self.finish()
@@ -232,7 +232,7 @@ class Browser(Session):
             )
         grant = await self._let_in(ticket)
         heard: asyncio.Queue[_Frame | bytes] = asyncio.Queue(_HEARD)
-        # Also while the machine is silent, and while it takes no input: the page may go.
+        # Frames are read also while the machine is silent or takes no input: the page may go.
         wish = Wish(frame.columns, frame.rows)
         await _until_failure(self._hear(heard), self._run(grant, wish, heard))
 
@@ -259,7 +259,7 @@ class Browser(Session):
         names = (ticket.project_id, ticket.allocation_id, ticket.actor, self.owner)
         grant = await self.gateway.ask(lambda conn: ssh_access.authorise_member(conn, *names))
         self.grant = grant
-        # Not by the answer when the socket was opened: much may have happened since.
+        # Checked anew, because rights may have changed since the socket was opened.
         if why := await self.gateway.ask(lambda conn: self.reason(conn, self.claim)):
             raise _End(why)
         ssh_access.require_terminal(grant)
@@ -272,7 +272,7 @@ class Browser(Session):
             try:
                 await self._socket.send_bytes(data)
             except WebSocketDisconnect:
-                # Why, the frame says that is being heard.
+                # `_hear` gets the frame with the reason.
                 await asyncio.sleep(_CLOSE_S)
                 raise
         if terminal.process.exit_status is None:
@@ -286,7 +286,7 @@ class Browser(Session):
             await heard.put(_frame(await self._socket.receive(), "resize"))
 
     async def _type(self, terminal: Terminal, heard: asyncio.Queue[_Frame | bytes]) -> None:
-        # A shell that has ended takes nothing; what it shows has an end, too.
+        # A shell that has ended takes no input; `_show` ends with its output.
         with suppress(OSError, asyncssh.Error):
             while True:
                 frame = await heard.get()
@@ -340,7 +340,7 @@ class Browser(Session):
 
 
 async def _until_failure(*works: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines at once, and all of them no longer than until one fails."""
+    """Run coroutines at once until the first of them fails."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -71,14 +71,14 @@ def convert(
     source_digest: str = "",
     compression: Compression = "none",
 ) -> Converted:
-    """Convert a source into the folder, where nothing is left of a source that is refused.
+    """Convert a source into the folder. A refused source leaves nothing there.
 
-    limit_bytes: of the raw image. source_digest: what the file must have, or the manifest of an OCI
+    limit_bytes: of the raw image. source_digest: of the file, or of the manifest of an OCI
     image; "" for any.
     """
     with _drafts(folder) as drafts:
-        # The owner of the source may change it at any time. What is compared with source_digest is
-        # a copy, and that is converted.
+        # The owner of the source may change it at any time, so a copy is compared with
+        # source_digest and converted.
         raw, disk = drafts / "raw", drafts / "disk"
         if _is_image(source):
             oci.extract(source, disk, limit_bytes, source_digest)
@@ -108,7 +108,7 @@ def convert(
 
 
 def _is_image(source: Path) -> bool:
-    """Whether a source is an OCI image. Refuse what is neither that nor a file."""
+    """Whether a source is an OCI image. Refuses a source that is no file either."""
     try:
         mode = source.stat().st_mode
     except OSError as error:
@@ -127,7 +127,8 @@ def _require_digest(expected: str, actual: str) -> None:
 
 def _unpack(disk: Path, raw: Path, limit_bytes: int, folder: Path, digest: str) -> None:
     """Convert a qcow2 file of ours, which must have this digest unless it is ""."""
-    # As nobody, qemu-img may read it and not write it. Others cannot reach it in its folder.
+    # qemu-img runs as the user nobody, and may read the file and not write it. Other users cannot
+    # reach it in its folder.
     disk.chmod(0o444)
     with disk.open("rb") as file:
         if digest:

@@ -109,7 +109,7 @@ class Inventory:
 
 @dataclass
 class Findings:
-    """What a comparison found. SERVICE: with what the codes begin."""
+    """Findings of a comparison. SERVICE: the first word of their codes."""
 
     SERVICE: ClassVar[str]
     findings: list[Finding] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Findings:
 
 @dataclass
 class Comparison(Findings):
-    """Findings, and what a sync does about those with an action."""
+    """Comparison with NetBox: findings, and the changes of a sync for those with an action."""
 
     SERVICE = "netbox"
     new_nodes: list[NewNode] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Comparison(Findings):
     written: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Devices that another service with the same records wrote last.
     twins: list[str] = field(default_factory=list)
-    # Facts about its device that each node keeps (see `_known`), by node id.
+    # Facts about its device that each node keeps (see `_facts`), by node id.
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -183,7 +183,7 @@ def compare(
     ]
     _add(result, [new for new in candidates if new is not None], netbox.devices)
     usable = {id: device for id, device in pairs.items() if device.id not in contradictory}
-    result.facts = {id: _known(device) for id, device in usable.items() if " " not in id}
+    result.facts = {id: _facts(device) for id, device in usable.items() if " " not in id}
     if _has_fields(result, netbox.machines, MACHINE_FIELDS):
         slices, released = _machines(result, machines, netbox.machines, usable)
         # If the networks cannot be read, a machine with interfaces is not deleted, because their
@@ -587,7 +587,7 @@ def _listed(names: Sequence[str], values: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {values.get(name)!r:.60}" for name in names)
 
 
-def _known(device: Device) -> dict[str, Any]:
+def _facts(device: Device) -> dict[str, Any]:
     """Facts that the node record keeps, for people at the rack or at its BMC."""
     return {
         "device_id": device.id,

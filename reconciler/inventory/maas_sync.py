@@ -33,7 +33,7 @@ from reconciler.inventory.maas import (
     maas_access,
 )
 from reconciler.inventory.machines import (
-    ASKED,
+    REQUESTED,
     UNSURE,
     UNSURE_LOCK,
     Comparison,
@@ -316,7 +316,7 @@ def _write(
             done["tags set"] += 1
         keep(purpose=expected.purpose, **({"series": machine.distro_series} if deployed else {}))
     locked, reason = machine.locked, lock_comment(node.id)
-    if locked and remembered.get("locked") == ASKED:
+    if locked and remembered.get("locked") == REQUESTED:
         # Asked at once, because MAAS shows the newest events only.
         keep(locked=maas.has_lock(system_id, comment=reason) or UNSURE)
     superfluous = locked and remembered.get("locked") and not expected.locked
@@ -342,7 +342,7 @@ def _write(
             done["machines annotated"] += 1
     if deployed and not locked and expected.locked:
         # Recorded before the request, so that a lock whose answer is lost may be found to be ours.
-        keep(locked=ASKED)
+        keep(locked=REQUESTED)
         with _named(result, node.id):
             try:
                 maas.lock(system_id, comment=reason)

@@ -33,9 +33,9 @@ _IDENTITY = ("serial", "hardware_uuid")
 _INTENT = "set the tag of the node's mode in MAAS, or convert the node"
 # Tags that parity accepts.
 _TAG, _MOST_TAGS = re.compile(r"[A-Za-z0-9_-]{1,64}"), 64
-# Values of the record's `locked`, beside True and False, after a lock without an answer, and after
-# an unlock without one or with a lock that MAAS does not show to be ours: it may be a person's.
-ASKED, UNSURE = "asked", "unsure"
+# Values of the record's `locked` beside True and False. REQUESTED: a lock without an answer.
+# UNSURE: an unlock without an answer, or a lock that a person may have set, by MAAS's events.
+REQUESTED, UNSURE = "asked", "unsure"
 UNSURE_LOCK = (
     "an unlocked machine",
     "a lock that MAAS's events do not show to be ours: it may be a person's",

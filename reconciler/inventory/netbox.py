@@ -25,7 +25,7 @@ from pydantic import (
 
 from reconciler.model.errors import Problem, Refusal
 from reconciler.model.storable import storable_text
-from reconciler.runs.service_access import LONGEST_FOUND, Conversation, ServiceAccess
+from reconciler.runs.service_access import LONGEST_TEXT, Conversation, ServiceAccess
 from reconciler.runs.spec import LauncherAway, RunError
 from reconciler.settings import Settings
 
@@ -445,7 +445,7 @@ class Client(Conversation):
             raise Conflict(
                 "netbox_changed",
                 expected=f"the object of {request} as it was read",
-                found=self._shown(answer, body)[:LONGEST_FOUND],
+                found=self._shown(answer, body)[:LONGEST_TEXT],
                 remedy="none: it is read again",
             )
         if not answer.is_success:

@@ -38,8 +38,8 @@ def purposes_of(item: Device | maas.Machine) -> list[str]:
 
 
 def device_patch(expected: ExpectedNode, device: Device) -> tuple[dict[str, Any], list[str]]:
-    """The change that makes the device show the node, {} for none; and the names of values that
-    somebody else has changed, which forbid every change.
+    """The change that makes the device show the node, {} for none, and the names of values that
+    were changed by others. Any such value forbids every change.
     """
     actual, target = device_values(device), {**expected.fields, BLOCKED: expected.blocked}
     changes, foreign = _changes(actual, target, device.custom_fields.get(SEAL), expected.site)
@@ -65,8 +65,8 @@ def is_of_twin(device: Device, written: Collection[str] | None, site: str) -> bo
 def machine_patch(
     expected: ExpectedMachine, machine: Machine, device: Device
 ) -> tuple[dict[str, Any], list[str]]:
-    """As `device_patch`, for the virtual machine of a slice. NetBox takes no change of one that has
-    another cluster or site than its device, so nobody else chooses these.
+    """As `device_patch`, for the virtual machine of a slice. Cluster and site follow the device:
+    NetBox refuses other values, so they are never a person's choice.
     """
     actual, target = shown_machine(machine), machine_values(expected, device)
     changes, foreign = _changes(actual, target, machine.custom_fields.get(SEAL), expected.site)

@@ -138,11 +138,11 @@ class Readings:
 
     @contextmanager
     def failing(self, document: Reading, log: logging.Logger) -> Iterator[None]:
-        """Record what ends the comparison as its error, after which the next one waits.
+        """Record an exception as the error of the comparison, so that the next one waits.
 
-        An answer may lead to any exception of ours. Without a record the loop would begin anew at
-        once, for ever, and people would see the comparison before it. A term that is lost, and a
-        database that is away, end the pass instead.
+        An unexpected answer may raise any exception. Without a record the loop would begin anew at
+        once, for ever, and people would see an old comparison. A lost term and an unavailable
+        database end the pass instead.
         """
         try:
             yield

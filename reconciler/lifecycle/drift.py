@@ -382,7 +382,7 @@ def end_hanging(conn: sa.Connection, act: Act, *, every_s: float) -> list[str]:
 
 def _waiting(every_s: float) -> sa.Select[Any]:
     """Hosts due for drift detection, those first that wait longest."""
-    failures, since = _of_newest(_FAILED), _asked_at()
+    failures, since = _of_newest(_FAILED), _queued_at()
     longest_s = max(_LONGEST_PAUSE_S, every_s * _AFTER_FAILURE)
     pauses = {n + 1: min(every_s * _AFTER_FAILURE * 2**n, longest_s) for n in range(_NEWEST)}
     pause = sa.case((_last_failed(), sa.case(pauses, value=failures)), else_=every_s)
@@ -475,16 +475,17 @@ def _has_open() -> sa.ColumnElement[bool]:
     return sa.select(tasks.c.id).where(_OF_NODE, tasks.c.state.in_(OPEN)).exists()
 
 
-def _asked_at() -> sa.ColumnElement[Any]:
+def _queued_at() -> sa.ColumnElement[Any]:
     """When drift detection was last queued for a node, or else when its mode was set."""
     last = sa.select(sa.func.max(tasks.c.created_at)).where(_OF_NODE).correlate(nodes)
     return sa.func.coalesce(last.scalar_subquery(), nodes.c.mode_since)
 
 
 def _heed_boot(conn: sa.Connection, node: Node, identity: Mapping[str, Any], act: Act) -> None:
-    """Close the gate when the host runs under a boot other than the proven boot (I16), and have it
-    proven while its boot is unknown, or slices, its sale or its way back from maintenance wait for
-    the proof.
+    """Close the gate when the host runs under a boot other than the proven boot (I16).
+
+    Queue a proof while the boot is unknown, or while slices, the sale of the host or its way back
+    from maintenance wait for the proof.
 
     Only a discovery stores the new boot id. The boot id of this snapshot may be older than the
     stored boot id, and storing it could open a gate that must stay closed (I14).

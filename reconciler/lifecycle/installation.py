@@ -87,8 +87,8 @@ def require_free(conn: sa.Connection, node: Node, kind: TaskKind) -> None:
 def _require_proven_disks(conn: sa.Connection, node_id: str) -> None:
     """Refuse while a written-off disk may be in the machine: its next user in MAAS could read it.
 
-    A new installation by us needs no proof, because the node stays off sale while the disk is there
-    (`baremetal`), and a host after its tenant must be installed before it can wipe anything.
+    A new installation by us needs no proof. The node stays off sale while the disk is there
+    (`baremetal`), and a host must be installed after its tenant before it can wipe anything.
     """
     latest = reports.latest_discovery(conn, node_id)
     present = disk_identities(latest.document) if latest else set()
@@ -108,8 +108,8 @@ def _require_proven_disks(conn: sa.Connection, node_id: str) -> None:
 def begin(conn: sa.Connection, node: Node, kind: TaskKind, act: Act) -> None:
     """Take the node from its installation, before MAAS is asked to end it.
 
-    Its keys are revoked and the installation is marked as after a tenant, so that the node is used
-    again only when a new installation has enrolled with a key of its own.
+    Its keys are revoked, and the installation is marked as that of a tenant. The node is used again
+    only when a new installation has enrolled with a key of its own.
     """
     require_free(conn, node, kind)
     ids = {*node.tenant_machine_ids, node.machine_id} - {""}

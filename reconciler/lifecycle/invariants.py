@@ -66,7 +66,7 @@ class Violation:
     found: str
 
 
-Found = Iterator[Violation]
+Violations = Iterator[Violation]
 
 
 def stream(conn: sa.Connection, query: sa.Select[Any]) -> Iterator[Record]:
@@ -105,7 +105,7 @@ def in_order(dialect: str, *queries: sa.Select[Any]) -> tuple[sa.Select[Any], ..
     )
 
 
-def history_told(conn: sa.Connection) -> Found:
+def history_complete(conn: sa.Connection) -> Violations:
     """I20: every state has its history, without a gap."""
     for entity in ENTITIES:
         for key, (now, written) in beside(conn, *_histories(conn.dialect.name, entity)):
@@ -141,7 +141,7 @@ def _histories(dialect: str, entity: str) -> tuple[sa.Select[Any], ...]:
     return in_order(dialect, states, ends_and_gaps.where(sa.or_(gap, chain.c.after.is_(None))))
 
 
-def usage_counted(conn: sa.Connection) -> Found:
+def usage_counted(conn: sa.Connection) -> Violations:
     """CTRL-14: each use has one usage record, from activation to the request of its release."""
     for key, (began, records, claimed, left) in beside(conn, *_uses(conn.dialect.name)):
         if len(records) != len(began):
@@ -211,7 +211,7 @@ def check(conn: sa.Connection) -> list[Violation]:
     return [violation for ask in CHECKS for violation in ask(conn)]
 
 
-def one_claim_each(conn: sa.Connection) -> Found:
+def one_claim_each(conn: sa.Connection) -> Violations:
     """I1: at most one live claim per slot, GPU, disk, fabric function, MAC and address."""
     live = _live(conn, ClaimKind.SLICE)
     for names in (
@@ -232,7 +232,7 @@ def one_claim_each(conn: sa.Connection) -> Found:
                 yield Violation("I1", what, f"live claims {', '.join(ids)}")
 
 
-def whole_or_sliced(conn: sa.Connection) -> Found:
+def whole_or_sliced(conn: sa.Connection) -> Violations:
     """I2: a whole-machine claim excludes slice claims, and each kind needs its node mode."""
     modes = _pairs(conn, nodes.c.id, nodes.c.mode)
     whole: dict[str, list[str]] = defaultdict(list)
@@ -251,7 +251,7 @@ def whole_or_sliced(conn: sa.Connection) -> Found:
                 yield Violation("I2", f"claim {claim.id}", problem)
 
 
-def committed_together(conn: sa.Connection) -> Found:
+def committed_together(conn: sa.Connection) -> Violations:
     """I3: allocation, claims and slots agree."""
     live: dict[str, list[Claim]] = defaultdict(list)
     for claim in _live(conn):
@@ -273,7 +273,7 @@ def committed_together(conn: sa.Connection) -> Found:
             yield Violation("I3", f"slot {slot.id}", f"{problem} {theirs}")
 
 
-def proven(conn: sa.Connection) -> Found:
+def proven(conn: sa.Connection) -> Violations:
     """I4, I6: an available slot has a proof that is newer than every use of its disk."""
     in_use = _proofs_in_use(conn)
     installed = _pairs(conn, nodes.c.id, nodes.c.install_id)
@@ -296,7 +296,7 @@ def proven(conn: sa.Connection) -> Found:
                 yield Violation("I4", f"slot {slot.id}", f"available with {problem}")
 
 
-def fenced(conn: sa.Connection) -> Found:
+def fenced(conn: sa.Connection) -> Violations:
     """I10: no live claim or open task has a fence above the fence of its slot."""
     fences = _pairs(conn, slots.c.id, slots.c.fence)
     for claim in _live(conn, ClaimKind.SLICE):
@@ -311,7 +311,7 @@ def fenced(conn: sa.Connection) -> Found:
                 yield Violation("I10", f"task {task.id}", problem)
 
 
-def in_time(conn: sa.Connection) -> Found:
+def in_time(conn: sa.Connection) -> Violations:
     """I12: no entity stays in an unstable state past its deadline."""
     now = clock.read(conn)
     for entity in ENTITIES:
@@ -330,7 +330,7 @@ def _unstable(entity: str) -> sa.Select[Any]:
     return sa.select(where.table.c.id, state, deadline).where(state.in_(unstable))
 
 
-def recovered_by_proof(conn: sa.Connection) -> Found:
+def recovered_by_proof(conn: sa.Connection) -> Violations:
     """I4: a recovery case that succeeded names a proof for each of its slots."""
     query = sa.select(recovery_cases).where(recovery_cases.c.state == RecoveryState.RECOVERED)
     for case in stream(conn, query):
@@ -342,7 +342,7 @@ def recovered_by_proof(conn: sa.Connection) -> Found:
             yield Violation("I4", f"recovery_case {case['id']}", problem)
 
 
-def unknown_frees_nothing(conn: sa.Connection) -> Found:
+def unknown_frees_nothing(conn: sa.Connection) -> Violations:
     """I13: after a lost run, a slot is sold only with a newer wipe proof."""
     in_use = _proofs_in_use(conn)
     holders = _last_holders(conn)
@@ -359,7 +359,7 @@ def unknown_frees_nothing(conn: sa.Connection) -> Found:
             yield Violation("I13", f"slot {slot.id}", problem)
 
 
-def this_boot(conn: sa.Connection) -> Found:
+def this_boot(conn: sa.Connection) -> Violations:
     """I16: nodes with available slots pass parity under the current boot and installation."""
     by_node: dict[str, list[Slot]] = defaultdict(list)
     for slot in _on_sale(conn):
@@ -386,7 +386,7 @@ def this_boot(conn: sa.Connection) -> Found:
             yield Violation("I16", f"node {node_id}", f"{why}, and on sale: {ids}")
 
 
-def unblocked(conn: sa.Connection) -> Found:
+def unblocked(conn: sa.Connection) -> Violations:
     """I16: no available slot has a blocker from the latest discovery."""
     host = cache(partial(gate.host, conn))
     for slot in _on_sale(conn):
@@ -396,7 +396,7 @@ def unblocked(conn: sa.Connection) -> Found:
             yield Violation("I16", f"slot {slot.id}", f"on sale with {', '.join(codes)}")
 
 
-def gone(conn: sa.Connection) -> Found:
+def gone(conn: sa.Connection) -> Violations:
     """I3: a retired node has no live claims and no approved slots."""
     retired = sa.select(nodes.c.id).where(nodes.c.state == NodeState.RETIRED)
     live = sa.select(claims.c.node_id, claims.c.id).where(
@@ -410,7 +410,7 @@ def gone(conn: sa.Connection) -> Found:
             yield Violation("I3", f"node {node_id}", f"retired, with {what} {key}")
 
 
-CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
+CHECKS: tuple[Callable[[sa.Connection], Violations], ...] = (
     one_claim_each,
     whole_or_sliced,
     committed_together,
@@ -422,7 +422,7 @@ CHECKS: tuple[Callable[[sa.Connection], Found], ...] = (
     this_boot,
     unblocked,
     gone,
-    history_told,
+    history_complete,
     usage_counted,
 )
 

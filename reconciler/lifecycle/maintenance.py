@@ -50,7 +50,7 @@ def request_reboot(conn: sa.Connection, id: str, act: Act, *, allocations: Colle
     """Queue a restart of the host. allocations: all that are on it, as its operator names them.
 
     Problem `node_in_use` while a run is at work on it, a disk is wiped, or a tenant has the whole
-    machine, and `reboot_unconfirmed`, which names the allocations, when the operator names others.
+    machine. Problem `reboot_unconfirmed`, with the allocations, when the operator names others.
     """
     with locks.node(conn, id):
         node = _require_answering(nodes.require_enrolled(conn, id))

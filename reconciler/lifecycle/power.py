@@ -33,8 +33,9 @@ _RUNS = "running"
 def request(conn: sa.Connection, id: str, action: PowerAction, act: Act) -> Allocation:
     """Queue a power action on a slice, unless the same action is under way.
 
-    Raises a Problem when the slice is not active, its host does not answer or is not proven since
-    its boot, another task of the allocation is under way, or its project has too many requests.
+    Raises a Problem when the slice is not active, or its host does not answer or is not proven
+    since its boot. The same while another task of the allocation is under way, and for a project
+    with too many requests.
     """
     # First, because launches lock their project before anything else.
     project_id = rows.get(conn, Allocation, id).project_id

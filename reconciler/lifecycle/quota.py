@@ -23,7 +23,7 @@ from reconciler.model.states import LIVE_ALLOCATIONS, AllocationState, CapacityS
 from reconciler.records.queue import OPEN
 
 HOUR_S = 3_600
-# Limits of what a project does in an hour.
+# Limits per hour.
 HOURLY = ("launches_per_hour", "failures_per_hour")
 Changes = Mapping[str, int | None]
 # Rows that all members of a project together can add in an hour. People need a few.
@@ -41,10 +41,10 @@ _HAS_FAILED = sa.exists().where(
     allocations.c.created_at > clock.now() - HOUR_S,
 )
 _OPEN = (AllocationState.REQUESTED, AllocationState.PROVISIONING)
-# Code of a launch that failed by its tenant's own doing: a guest that is not reachable in time is
-# of the tenant's image, keys or data.
+# Code of a launch that its tenant made fail: the image, keys or cloud-config of the tenant keep a
+# guest from being reachable in time.
 _TENANTS_OWN = "readiness_failed"
-# What a tenant with root can leave on a disk, so that nobody can wipe it without a person.
+# Codes of a wipe that needs a person, because a tenant with root locked or reserved the disk.
 _LEFT_BY_TENANT = ("disk_locked", "disk_reserved")
 
 
@@ -66,7 +66,7 @@ def amend(conn: sa.Connection, id: str, changes: Changes, act: Act) -> Project:
 
 
 def defaults(conn: sa.Connection) -> dict[str, int]:
-    """The site's limits, for what a project has no limit of its own for."""
+    """The site's limits, which hold where a project has none."""
     return dict(settings.read(conn, _DEFAULTS, SHIPPED))
 
 

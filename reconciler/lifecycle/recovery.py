@@ -332,9 +332,9 @@ LEASED = "slot_leased"
 def remove_orphan(conn: sa.Connection, slot_id: str, allocation_id: str, act: Act) -> Task:
     """Queue the removal of a machine with this id from an idle slot, with wipe and verification.
 
-    Raises Problem `slot_in_use` while the slot is in use or waits for evidence about another
-    allocation, `allocation_active` when the machine's allocation has not ended, and `claim_live`
-    when the slot's last claim has not.
+    Problem `slot_in_use` while the slot is in use or waits for evidence about another allocation.
+    Problem `allocation_active` before the end of the machine's allocation, and `claim_live` before
+    that of the slot's last claim.
     """
     require_reason(act, gate.WHY_GIVEN_UP)
     recorded = rows.first(
@@ -384,7 +384,7 @@ def _require_orphan_block(conn: sa.Connection, slot: Slot) -> None:
     another allocation since.
 
     A blocked slot may hold data of its last tenant, and the removal of another machine proves
-    nothing about that data. A slot blocked by an orphan removal was idle before, and a host leases
+    nothing about that data. A slot blocked by an orphan removal was idle before, and a host gives
     a slot only when nothing of its last tenant is left.
     """
     if slot.health_detail.get("code") == LEASED:

@@ -86,7 +86,7 @@ def not_recovered(slot_rows: Sequence[Slot]) -> Document:
 
 
 def _stuck_slots(slot_rows: Sequence[Slot]) -> list[Slot]:
-    # From its clean-up a slot becomes idle only with the proof of a clean disk.
+    # A slot under clean-up becomes idle only with the proof of a clean disk.
     return [slot for slot in slot_rows if slot.status not in IDLE_SLOTS or slot.retired_at]
 
 

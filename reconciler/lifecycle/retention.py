@@ -119,11 +119,11 @@ def reports(conn: sa.Connection) -> int:
 
 
 def evidence(conn: sa.Connection) -> int:
-    """Drop long evidence of tasks that failed, but of the newest of each kind and node; their
-    errors stay. A host can make its tasks fail every few minutes, and tasks are kept for ever.
+    """Drop long evidence of failed tasks, except the newest of each kind and node. Errors stay.
 
-    That of tasks with an unknown effect stays, and so does all but that of reports while the node,
-    a slot of it or the task's allocation is not clean, because people recover it.
+    A host can make its tasks fail every few minutes, and tasks are kept for ever. The evidence of
+    tasks with an unknown effect stays. While the node, a slot of it or the task's allocation is not
+    clean, only that of reports is dropped, because people recover by the rest.
     """
     error = tasks.c.error["evidence"]
     newest = sa.func.row_number().over(

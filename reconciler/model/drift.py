@@ -368,7 +368,7 @@ def _ledger(holdings: Mapping[str, Any], records: Records) -> Iterator[Trace]:
         slots = (slot.id,) if slot else ()
         if row["allocation_id"]:
             text = f"the ledger's {row['slot_id']} is leased to {row['allocation_id']}"
-            # The ledger has a lease for each slot, also of a slot that was withdrawn since.
+            # The ledger has an entry for each slot, also of a slot that was withdrawn since.
             owner = row["allocation_id"]
             yield Trace("orphan_lease", owner, text, slots, disk_used=True, exact=True)
         elif row["dirty"] and slot and slot.idle:

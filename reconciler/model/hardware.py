@@ -105,12 +105,12 @@ def by_serial(nodes: Iterable[tuple[str, Hardware]]) -> dict[str, dict[str, Hard
 
 
 def owner_of(serial: str, same: Mapping[str, Hardware], recorded: Mapping[str, str]) -> str:
-    """The node whose machine has a serial number by the site's own records, although the hosts of
-    all nodes in `same` report it: a hostile host can report any. "" if the records do not show it.
+    """The node whose machine has a serial number by the site's own records; "" if they show none.
 
-    recorded: serial numbers in MAAS or NetBox, by node. A node whose number is unknown there is
-    only another record of the machine, or its true one, unless its host came with another number
-    and that of the owner came with this one.
+    The hosts of all nodes in `same` report the number, because a hostile host can report any.
+    recorded: serial numbers in MAAS or NetBox, by node. A node whose number is unknown there counts
+    as a second record of the machine, or as its true one. It does not if its host first reported
+    another number and the owner's host first reported this one.
     """
     owners = [id for id in same if recorded.get(id) == serial]
     if len(owners) != 1:
@@ -395,11 +395,11 @@ def baked_runtime(profile: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_new(profile: Mapping[str, Any], name: str) -> None:
-    """Problem `fabric_link_missing` for a profile with fabric cards of an unknown link type,
-    `fabric_numbers_missing` for one that does not say how tenants are kept apart, and
-    `runtime_unproven` for one whose guests install their runtime, and that asks for no probe of it.
+    """Refuse a profile that a node is about to adopt; a node with an older profile may keep it.
 
-    Only for nodes that adopt this profile: giving back a node with an older profile needs none.
+    Problem `fabric_link_missing`: fabric cards of an unknown link type. `fabric_numbers_missing`:
+    no numbers by which tenants are kept apart. `runtime_unproven`: guests install their runtime,
+    and no probe shows it.
     """
     runtime = (profile.get("vm") or {}).get("guest_runtime") or {}
     installs = [part for part in ("driver", "cuda", "rdma") if runtime.get(part)]

@@ -1,6 +1,4 @@
-"""Recovery of allocations and their blocked slots: when an operator may end one by force, the next
-move of a case, and the policy that opens cases. Pure: the service and its pages ask alike.
-"""
+"""Recovery decisions: forced ends of allocations, the next move of a case, the policy. Pure."""
 
 from __future__ import annotations
 
@@ -133,9 +131,9 @@ class Policy:
     per_node, per_hour: recoveries that may start within an hour, per node and on the whole site.
     The limits let a person see a cause that blocks slot after slot before it has wiped a fleet.
     remove_leftovers: recover also when the host still has traces of the failed machine.
-    tenant_failures: recover what a launch left that failed by its tenant's own doing, leftovers
-    included, and also while the policy is off. Its clean-up is that of a release, which needs no
-    person either. The limits do not count it: each project's quota of failures does.
+    tenant_failures: recover launches that their tenants made fail, leftovers included, and also
+    while the policy is off. Such a clean-up is that of a release, which needs no person either.
+    Each project's quota of failures limits them, so they do not count here.
     """
 
     enabled: bool = False

@@ -140,7 +140,7 @@ class Snapshot(Values):
             return f"{'.'.join(map(str, error['loc']))[:100]}: {error['msg'][:100]}"
 
 
-# What a living guest does at times: it asks for the time or its address, or writes its journal.
+# Values that change while a guest lives: it asks for the time or its address, or keeps a journal.
 _SIGNS = ("sent_packets", "disk_writes")
 
 
@@ -153,8 +153,8 @@ def is_silent(
 ) -> bool:
     """Whether a running guest has shown no sign of life in this time.
 
-    samples: time and values of host and guest, the oldest first. One with a missing value shows
-    nothing, and so does a gap of more than gap_s seconds: the guest may have spoken in it.
+    samples: time and values of host and guest, the oldest first. After a sample with a missing
+    value, or a gap of more than gap_s seconds, the answer is False: the guest may have spoken.
     """
     times = [since, *(at for at, _host, _guest in samples), until]
     if any(later - earlier > gap_s for earlier, later in pairwise(times)):

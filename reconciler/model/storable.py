@@ -1,4 +1,4 @@
-"""What can be stored and shown of texts and documents of hosts, models and other services."""
+"""Storable and printable forms of texts and documents that hosts, models and services send."""
 
 from __future__ import annotations
 

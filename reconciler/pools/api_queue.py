@@ -31,16 +31,16 @@ _PATH = "/api/v1/worker"
 ANSWER_BYTES = 32 << 20
 # Below the limit of the service for a request.
 _REQUEST_BYTES = 900 << 10
-# Of a request with its answer, however slowly it comes.
+# Limit of a request with its answer, however slowly the answer comes.
 _TIMEOUT_S = 15.0
-# So long a request waits for a job to be due, and so SIGTERM may have to wait.
+# Time that a request waits for a job to be due. SIGTERM may have to wait as long.
 _WAIT_S = 5
-# Interval of the question whether more is due, of a worker that has jobs.
+# Interval at which a worker that has jobs looks whether more are due.
 _LOOK_S = 1.0
-# So long a worker whose token is refused waits for another in its file: people replace it on
-# each machine after the old one has ended. Leases, and so its calls, end on their own meanwhile.
+# Time that a worker whose token is refused waits for another token in its file: people replace it
+# on each machine after the old token has ended. Its leases, and so its calls, end meanwhile.
 _PATIENCE_S = 60.0
-# Statuses of a service, or of a proxy before it, that may be better soon.
+# Statuses of a service, or of a proxy before it, after which a later request may succeed.
 _PASSING = frozenset({408, 425, 429})
 
 
@@ -64,16 +64,16 @@ class ApiQueue:
         self._stopping = stopping
         self._url = url
         # The heartbeat must not wait for the end of another request, nor have its deadline.
-        self._own = threading.local()
+        self._local = threading.local()
         self._id = ""
         self._registering = threading.Lock()
         self._serving = True
-        # Of the claim that has had no answer yet. Its repetition gets the same jobs.
+        # Token of a claim without an answer yet. A repetition gets the same jobs.
         self._claim = ""
         self._due = True
-        self._asked = 0.0
-        # When the service last took a token of this worker; before the first time, none is waited
-        # for.
+        self._looked_at = 0.0
+        # When the service last accepted a token of this worker. Before the first time, the worker
+        # waits for no other token.
         self._admitted = -math.inf
 
     def enter(self) -> bool:
@@ -112,7 +112,7 @@ class ApiQueue:
         if self._due:
             self._due = False
             return False
-        if time.monotonic() < self._asked + _LOOK_S:
+        if time.monotonic() < self._looked_at + _LOOK_S:
             return True
         return not self._look(0)
 
@@ -132,7 +132,7 @@ class ApiQueue:
 
     def leave(self) -> None:
         if self._claim:
-            # Its answer was lost. What it brought would count as lost with this worker.
+            # The answer to this claim was lost. Its jobs would count as lost by this worker.
             self._turn((), self._turn((), (), 1).calls, 0)
         # A pool that ends may have ended with the last job.
         if not self._serving:
@@ -165,7 +165,7 @@ class ApiQueue:
         return Call(str(job["id"]), str(job["token"]), job["model"], given, *numbers)
 
     def _look(self, wait_s: int) -> bool:
-        self._asked = time.monotonic()
+        self._looked_at = time.monotonic()
         return bool(self._ask("due", {"worker_id": self._id, "wait_s": wait_s}).get("due"))
 
     def _ask(self, act: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,12 +196,12 @@ class ApiQueue:
         raise Dismissed(reason)
 
     def _return(self, ended_id: str) -> None:
-        """Register again after a silence for which the service has given this worker up.
+        """Register again after a silence in which the service has given this worker up.
 
-        Its jobs went to others then. The next heartbeat, under the new id, tells so.
+        Its jobs have gone to others. The next heartbeat, under the new id, shows it.
         """
         with self._registering:
-            # Heartbeat and turn may both be told; the first of them registers.
+            # Heartbeat and turn may both get this answer; the first of them registers.
             if self._id == ended_id:
                 self._register()
 
@@ -237,15 +237,15 @@ class ApiQueue:
 
     def _client(self) -> tuple[httpx.Client, Deadline]:
         """The calling thread's own."""
-        if not hasattr(self._own, "client"):
+        if not hasattr(self._local, "client"):
             agent = {"user-agent": f"gpuaas-worker/{program_version()}"}
             # A proxy would read a token that travels without TLS.
             private = self._url.startswith("https:")
             client = httpx.Client(base_url=self._url, trust_env=private, headers=agent)
             deadline = Deadline(0.0)
             end_at(client, deadline)
-            self._own.client = client, deadline
-        mine: tuple[httpx.Client, Deadline] = self._own.client
+            self._local.client = client, deadline
+        mine: tuple[httpx.Client, Deadline] = self._local.client
         return mine
 
 

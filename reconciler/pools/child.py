@@ -280,7 +280,7 @@ class Runner:
     def _broken(self, *, late: bool) -> tuple[Call, Outcome]:
         """The outcome of a job that has hung or ended the process, which is ended in any case."""
         assert self._process is not None  # noqa: S101
-        # If it has ended, this concerns what is left of its group, and not its status.
+        # If it has ended already, this ends the rest of its group and leaves its status.
         self._kill()
         code = None if late else self._process.wait()
         self._blame(self._jobs[0].job)
@@ -289,7 +289,7 @@ class Runner:
         return ended
 
     def _blame(self, job: Call) -> None:
-        """Note what the call that runs has cost, with the loading of the models that follows."""
+        """Note the cost of the running call, with the loading of the models that follows."""
         now = time.monotonic()
         cost = now - self._began + self._load_s
         # Counted from when the models are there again.

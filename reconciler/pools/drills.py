@@ -1,4 +1,4 @@
-"""Models of drills.
+"""Models for drills of jobs: calls that wait, take memory, or fail.
 
 All but `take` run in workers without the memory limit of a pool.
 """

@@ -46,12 +46,12 @@ _FIRST = (
 )
 # The project of each job that runs on workers of all projects. What a project runs in a pool of its
 # own takes nothing from others. The list of those workers is short, and read once.
-_OWN = (
+_OF_PROJECT_POOLS = (
     sa.select(pool_workers.c.id)
     .join(pools, pools.c.id == pool_workers.c.pool_id)
     .where(pools.c.project_id.is_not(None), pool_workers.c.ended_at.is_(None))
 )
-_SHARED = control.HOLDERS.where(jobs.c.worker.not_in(_OWN))
+_SHARED = control.HOLDERS.where(jobs.c.worker.not_in(_OF_PROJECT_POOLS))
 _IDS = rows.given("ids", id=str)
 _THESE = jobs.c.id.in_(sa.select(_IDS.c.id))
 # What a worker gets of a job.
@@ -116,8 +116,8 @@ _DONE = (
     )
     .returning(jobs.c.id, jobs.c.project_id)
 )
-# What `tend` mends: a delay that is over, a lease that has expired, and one that ends later than a
-# lease that begins now, with a second for the time between two readings of the clock.
+# Rows that `tend` mends: delays that are over, expired leases, and leases that end later than one
+# that begins now. A second is added for the time between two readings of the clock.
 # now: the clock as it was read, because PostgreSQL searches no index for the clock itself.
 _NOW: sa.ColumnElement[float] = sa.bindparam("now", type_=sa.Double())
 _DELAYED = sa.and_(control.PENDING, jobs.c.not_before.is_not(None), jobs.c.not_before <= _NOW)

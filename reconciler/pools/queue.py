@@ -54,15 +54,15 @@ class JobQueue(Protocol):
     most: int
     lease_s: float
     beat_s: float
-    # With so few outcomes, a claim goes first and alone: it is quicker so. With more, they share a
-    # turn, because a turn has its own costs.
+    # Up to so many outcomes, a claim goes first and alone, which is quicker. More outcomes share a
+    # turn with the claim, because each turn has a cost of its own.
     apart: int
 
     def enter(self) -> bool:
         """Begin, before the models are loaded; False if nothing waits for the worker."""
 
     def serve(self, digests: Mapping[str, str]) -> str:
-        """The worker's id, from when its models are loaded. digests: of their files, by name."""
+        """Register the worker with its models; returns its id. digests: of their files, by name."""
 
     def turn(
         self,
@@ -86,7 +86,7 @@ class JobQueue(Protocol):
         """Renew leases; returns the ids of the jobs that are still held."""
 
     def tend(self) -> None:
-        """Queue what is due again."""
+        """Queue delayed jobs that are due, and jobs whose lease has expired."""
 
     def leave(self) -> None:
         """End in order."""
@@ -116,7 +116,7 @@ class DatabaseQueue:
         self._id = pool_worker
         self._poll_s = poll_s
         self._pause_s = 0.0
-        # Of the claim that has had no answer yet, as when the connection dies at the commit. Its
+        # Token of a claim without an answer yet, as when the connection dies at the commit. A
         # repetition gets the same jobs, which otherwise would wait for the end of their lease.
         self._claim = ""
         # Jobs are probably due: the last claim has brought some, or a hint has come since.
@@ -194,7 +194,7 @@ class DatabaseQueue:
         return Turn(len(counted), calls)
 
     def is_idle(self) -> bool:
-        # A question before each claim would take longer than one claim in vain.
+        # A look before each claim would take longer than a claim that gets nothing.
         if self._claim or self._likely:
             return False
         try:
@@ -211,8 +211,8 @@ class DatabaseQueue:
         if self._hints is None:
             stopping.wait(self._pause_s)
         elif self._vain:
-            # A turn gets jobs without their hints, so these are dropped at once. A stream that has
-            # another such entry each time must not keep the worker asking without a pause.
+            # Jobs of a turn come without their hints, so these are dropped at once. A stream that
+            # has such an entry each time must not make the worker ask without a pause.
             if self._dropped:
                 stopping.wait(self._pause_s)
             self._hints.wait(0, STALE)

@@ -26,16 +26,16 @@ from reconciler.records.tokens import digest
 PREFIX = "gpuaas_pool_"
 # Jobs that a worker can hold at a time.
 HELD = 64
-# Without a heartbeat for so long a worker has no lease any more, and its seat is free.
+# After this time without a heartbeat a worker has no lease any more, and its seat is free.
 SILENT_S = leases.LEASE_S
-# Then it is recorded as ended.
+# After this time it is recorded as ended.
 _GONE_S = 600.0
 # Records of workers kept for each seat of a pool, its present worker included: as many as may end
 # before a pool on the service's own machines is given up.
 _KEPT = 8
 # A job is renewed for its own time and this, in which models are loaded again.
 _EXTRA_S = 360.0
-# A pool that is ended by force has no use of its token any more.
+# States of a pool whose token is valid; a pool that is ended by force has none.
 _ADMITTED = (*SERVING_POOLS, PoolState.DRAINING)
 _ACT = Act("reconciler")
 

@@ -88,12 +88,12 @@ class Supervisor:
     _gpus: list[dict[str, Any]] = field(default_factory=list)
     _kills: dict[str, int] = field(default_factory=dict)
     # Workers that have got SIGTERM, and when the grace period of a worker began.
-    _asked: set[str] = field(default_factory=set)
+    _signalled: set[str] = field(default_factory=set)
     # Workers of another version that have been asked to end, so that others take their places.
     _replaced: set[str] = field(default_factory=set)
     _ending: dict[str, float] = field(default_factory=dict)
     # Processes of each worker that are there, some of them without their mark by now.
-    _known: dict[str, list[Process]] = field(default_factory=dict)
+    _processes: dict[str, list[Process]] = field(default_factory=dict)
     _due: dict[str, float] = field(default_factory=dict)
     # The last heartbeat of each worker, and since when it is known here: on the monotonic clock, as
     # above, because that of the database may jump.
@@ -106,8 +106,8 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.host_id = runner_id(self.settings.state_dir)
         self._version = program_version()
-        self._own = memory.own_group()
-        self._parent = memory.parent_group(self._own)
+        self._group = memory.own_group()
+        self._parent = memory.parent_group(self._group)
 
     def start(self) -> None:
         """Supervise in a thread, as soon as no other process does. Ends the process if it hangs."""
@@ -205,8 +205,8 @@ class Supervisor:
         for worker in living:
             limit = SILENT_S if worker.row.models else LOADING_S
             silent = self._silence(worker.row) > limit
-            # Without its own process, what is left of it are children that must not go on. A child
-            # of this process that has just been started may not be seen yet.
+            # Without the worker's first process, its children are left, which must not go on. A
+            # worker that this process has just started may not be listed yet.
             orphaned = not worker.leader and worker.row.id not in self._children
             if silent or orphaned:
                 self._kill(worker)
@@ -284,8 +284,8 @@ class Supervisor:
 
     def _left(self, worker_id: str, seen: dict[str, list[Process]]) -> list[Process]:
         """Processes of a worker: those with its mark, and those that had it."""
-        marked = dict.fromkeys([*self._known.get(worker_id, ()), *seen.get(worker_id, ())])
-        self._known[worker_id] = left = [each for each in marked if processes.is_left(each)]
+        marked = dict.fromkeys([*self._processes.get(worker_id, ()), *seen.get(worker_id, ())])
+        self._processes[worker_id] = left = [each for each in marked if processes.is_left(each)]
         return left
 
     def _is_gone(self, worker: _Worker) -> bool:
@@ -317,9 +317,9 @@ class Supervisor:
             ending = workers.REPLACED
         retrying(self.engine, partial(workers.end, worker=worker.row, ending=ending))
         memory.remove(worker.row.cgroup)
-        self._asked.discard(worker.row.id)
+        self._signalled.discard(worker.row.id)
         self._replaced.discard(worker.row.id)
-        for of_worker in (self._beats, self._ending, self._known, self._due):
+        for of_worker in (self._beats, self._ending, self._processes, self._due):
             of_worker.pop(worker.row.id, None)
         log.info("worker %s has ended: %s", worker.row.id, ending)
         return killed
@@ -328,10 +328,10 @@ class Supervisor:
         """Kill processes of workers that are recorded as ended, or not at all; whether there were
         any. Their pool may have been ended while this machine was cut off.
         """
-        strays = {id: self._left(id, seen) for id in {*seen, *self._known} - present}
+        strays = {id: self._left(id, seen) for id in {*seen, *self._processes} - present}
         for worker_id, left in strays.items():
             if not left:
-                del self._known[worker_id]
+                del self._processes[worker_id]
                 continue
             log.warning("processes of worker %s, which has ended, are killed", worker_id)
             processes.send(left, signal.SIGKILL)
@@ -342,8 +342,8 @@ class Supervisor:
 
     def _terminate(self, worker: _Worker) -> None:
         """Ask a worker once to end; it ends its child itself. A second signal could kill it."""
-        if worker.leader and worker.row.id not in self._asked:
-            self._asked.add(worker.row.id)
+        if worker.leader and worker.row.id not in self._signalled:
+            self._signalled.add(worker.row.id)
             processes.send(worker.leader, signal.SIGTERM)
         elif not worker.leader and worker.row.id not in self._children:
             self._kill(worker)
@@ -427,7 +427,7 @@ class Supervisor:
         if self._is_due("gpus"):
             self._gpus = memory.gpus()
             self._due["gpus"] = time.monotonic() + GPUS_S
-        total, used = memory.of_host(self._own)
+        total, used = memory.of_host(self._group)
         host = {
             "id": self.host_id,
             "name": socket.gethostname(),
@@ -444,7 +444,7 @@ class Supervisor:
 
     def _relieve(self, recorded: list[Pool], loads: list[Load], now: float) -> None:
         """Evict the largest pool that must end for memory, one after the other."""
-        total, used = memory.of_host(self._own)
+        total, used = memory.of_host(self._group)
         share = used / total
         fullest = max((load.share for load in loads), default=0.0)
         if recorded and max(share, fullest) >= WARN_SHARE and self._is_due("warn"):

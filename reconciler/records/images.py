@@ -35,7 +35,7 @@ def register(
 ) -> Image:
     """Add an image. The bytes of a version never change: another digest needs another version.
 
-    runtime: what it contains for its guests to compute, such as driver-570-server.
+    runtime: drivers and tools in the image by which guests compute, such as driver-570-server.
     """
     require_digest(digest)
     same = sa.select(images).where(images.c.name == name, images.c.version == version)

@@ -27,7 +27,7 @@ def assign(conn: sa.Connection, project_id: str, kind: Isolation, numbers: range
     whose launch begins now.
     """
     for _ in range(_ATTEMPTS):
-        number = _own(conn, project_id, kind, numbers)
+        number = _kept(conn, project_id, kind, numbers)
         if number is not None:
             return number
         taken = {int(row.number) for row in conn.execute(_in_range(kind, numbers))}
@@ -68,7 +68,7 @@ def live(conn: sa.Connection, project_id: str) -> bool:
     return bool(conn.execute(sa.select(sa.or_(open_allocation, held.exists()))).scalar())
 
 
-def _own(conn: sa.Connection, project_id: str, kind: Isolation, numbers: range) -> int | None:
+def _kept(conn: sa.Connection, project_id: str, kind: Isolation, numbers: range) -> int | None:
     update = (
         sa.update(segments)
         .where(

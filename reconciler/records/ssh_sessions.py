@@ -24,8 +24,8 @@ Traffic = tuple[int, int]
 def take_turn(conn: sa.Connection, project_id: str) -> None:
     """Wait until no other session of the project begins, so that they can be counted.
 
-    The gateway's role in the database may lock no row. What it locks instead keeps gateways waiting
-    and nothing else, so a gateway that is taken over stops no browser's terminal.
+    The gateway's role in the database may lock no row. It takes an advisory lock, for which only
+    gateways wait, so a gateway in hostile hands stops no browser's terminal.
     """
     if conn.dialect.name == "postgresql":
         writes = sa.func.has_table_privilege("projects", "UPDATE")

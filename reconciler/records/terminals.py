@@ -77,7 +77,7 @@ def take(conn: sa.Connection, secret: str, holder: str) -> TerminalTicket | None
 def record_terminals(conn: sa.Connection, project_id: str, act: Act, *, enabled: bool) -> None:
     """Switch the recording of a project's terminals, for sessions that begin from now on.
 
-    Problem `recording_required` for a member who ends what an operator has begun.
+    Problem `recording_required` for a member who stops a recording that an operator switched on.
     """
     project = rows.get(conn, Project, project_id, lock=True)
     required, by_operator = is_required(conn, project_id), act.role == Role.PLATFORM_ADMIN
@@ -118,8 +118,10 @@ def finish(conn: sa.Connection, session_id: str, checksum: str) -> None:
 
 
 def are_recorded(conn: sa.Connection, project_id: str, owner: str, way: str) -> bool:
-    """Whether a terminal of the project is recorded now. Problem `recording_full` while the
-    service has not yet deleted (`excess`) what a person's earlier terminals have left too much.
+    """Whether a terminal of the project is recorded now.
+
+    Problem `recording_full` while a person's recordings are far beyond the limit, because the
+    service has not deleted the oldest yet (`excess`).
     """
     query = sa.select(projects.c.records_terminals).where(projects.c.id == project_id)
     if not conn.execute(query).scalar_one():
@@ -142,8 +144,10 @@ def are_recorded(conn: sa.Connection, project_id: str, owner: str, way: str) -> 
 
 
 def excess() -> sa.Select[tuple[str]]:
-    """Sessions whose recordings are a person's oldest beyond the limit. Those of others stay:
-    nobody can push them out. Neither does a gateway that is taken over push out any of the browser.
+    """Sessions whose recordings are a person's oldest beyond the limit.
+
+    Each person, and each of gateway and browser, has a limit of its own. So no person can push out
+    the recordings of another, and a gateway in hostile hands none of the browser.
     """
     table = terminal_recordings
     whose = (table.c.project_id, ssh_sessions.c.owner, _IN_BROWSER.label("web"))

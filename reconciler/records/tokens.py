@@ -36,7 +36,7 @@ ENROLMENT_MAX_S = 900
 TICKET_S = 4 * 3600
 ORDER = Order(api_tokens, ("created_at", "id"), descending=True)
 # Tokens that a person may have made for themselves and that are valid, or were made in this time.
-OWN, OWN_S = 32, 3600.0
+MOST, MOST_WITHIN_S = 32, 3600.0
 
 
 def _open(table: sa.FromClause) -> tuple[sa.ColumnElement[bool], ...]:
@@ -117,13 +117,14 @@ def issue_own(
 
 def _require_room(conn: sa.Connection, owner: str, now: float) -> None:
     table = api_tokens.c
-    recent = sa.select(table.id).where(table.owner == owner, table.created_at > now - OWN_S)
-    ids = {*conn.execute(recent.limit(OWN)).scalars()}
+    recent = sa.select(table.id).where(table.owner == owner, table.created_at > now - MOST_WITHIN_S)
+    ids = {*conn.execute(recent.limit(MOST)).scalars()}
     ids |= {token.id for token in _every_valid(conn, table.owner == owner)}
-    if len(ids) >= OWN:
+    if len(ids) >= MOST:
         raise Problem(
             "too_many_tokens",
-            expected=f"fewer than {OWN} tokens of your own that are valid or less than an hour old",
+            expected=f"fewer than {MOST} tokens of your own that are valid"
+            " or less than an hour old",
             found=f"{len(ids)}",
             remedy="revoke one with `gpuaas token own revoke`; it counts until it is an hour old",
         )

@@ -1,4 +1,4 @@
-"""Run a playbook on a host by hand: without database or task, and nothing is kept afterwards.
+"""Runs by hand: a playbook on a host, without database or task; nothing is kept afterwards.
 
 The run follows the same contract and process model as the reconciler's runs. Only the connection
 differs: the operator's own SSH, or none on the host itself.

@@ -1,4 +1,4 @@
-"""Launch a run in a process of its own, exactly once.
+"""Launch of a run in a process of its own, exactly once.
 
 There are two launchers that share the run's folder. The process in it plays the playbook itself
 (ansible-runner), or starts a job of AWX and follows it. Waiting, progress, output and cancelling

@@ -1,4 +1,4 @@
-"""Whether a run is alive: the lock of its folder, and the processes that it left behind.
+"""Lock of a run's folder, which shows whether the run is alive, and its left-over processes.
 
 The lock belongs to the open file, not to a process id. It is handed to the process of the run
 before that process exists, so it always has a holder, and a reused process id means nothing.

@@ -22,7 +22,7 @@ from reconciler.runs.spec import LauncherAway, RunError
 
 # Statuses of a proxy that mean "later". Every status from 500 on is no answer of the service.
 LATER = frozenset({408, 425, 429})
-LONGEST_FOUND = 300
+LONGEST_TEXT = 300
 # Shortest part of a token that is removed from texts; a shorter one is a word.
 _SECRET = 8
 _TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
@@ -180,7 +180,7 @@ class ServiceAccess:
 
     def refuse(self, code: str, expected: str, found: object, remedy: str) -> RunError:
         """A refusal whose code begins with the service's name."""
-        text = str(found)[:LONGEST_FOUND]
+        text = str(found)[:LONGEST_TEXT]
         return RunError(f"{self.NAME.lower()}_{code}", expected=expected, found=text, remedy=remedy)
 
     def setting(self, name: str) -> str:
@@ -246,7 +246,7 @@ class Conversation:
         return kind(
             f"{title.lower()}_silent",
             expected=f"{title} to answer {request}",
-            found=found[:LONGEST_FOUND],
+            found=found[:LONGEST_TEXT],
             remedy=f"nothing if {title} comes back; otherwise check {title} and the way to it",
         )
 

@@ -1,8 +1,8 @@
 """HTTP connections: how long one may take for a request, and how many are open at once.
 
-uvicorn limits the pause between two requests only. A stranger who connects and says nothing, stops
-within a head or a body, or does not read an answer would keep a connection for good, and a file
-descriptor with it, which the service's runs and database need as well.
+uvicorn limits the pause between two requests only. A client that connects and sends nothing, stops
+within a head or a body, or does not read an answer would keep its connection for good. The
+connection has a file descriptor, which the service's runs and database need as well.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, exc
 from reconciler.db import leader, migrations
 from reconciler.db import settings as site
 from reconciler.db.engine import open_engine, reading, retrying
-from reconciler.db.leader import Lease
+from reconciler.db.leader import Term
 from reconciler.db.schema import settings as stored
 from reconciler.db.settings import AUTHORITIES
 from reconciler.inventory import maas_sync, sync
@@ -89,11 +89,11 @@ def running(
 
     # A connection of its own: requests may occupy all others.
     own_engine = open_engine(settings.database)
-    heartbeat = Heartbeat(own_engine, roles, lease_s=settings.leader_lease_s, give_up=give_up)
-    loops = Loops(settings, engine, heartbeat.lease)
+    heartbeat = Heartbeat(own_engine, roles, term_s=settings.leader_lease_s, give_up=give_up)
+    loops = Loops(settings, engine, heartbeat.term)
     # Each in a thread of its own, so that a NetBox or MAAS that hangs keeps no other loop waiting.
     inventories = [
-        Loops(settings, engine, heartbeat.lease, (loop,))
+        Loops(settings, engine, heartbeat.term, (loop,))
         for loop, url in (
             (Loop("netbox", INVENTORY_S, sync.tend), settings.netbox_url),
             (Loop("maas", INVENTORY_S, maas_sync.tend), settings.maas_url),
@@ -152,7 +152,7 @@ class Heartbeat:
         engine: Engine,
         roles: Callable[[], list[str]],
         *,
-        lease_s: float = 10.0,
+        term_s: float = 10.0,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.id = str(uuid.uuid4())
@@ -162,9 +162,9 @@ class Heartbeat:
         # The reason why this process ends.
         self.outdated: Problem | None = None
         self._candidate = False
-        self._lease_s = lease_s
-        self._every_s = min(leader.ELECTION_S, lease_s / 4)
-        self._term: tuple[Lease, float] | None = None
+        self._term_s = term_s
+        self._every_s = min(leader.ELECTION_S, term_s / 4)
+        self._term: tuple[Term, float] | None = None
         self._refused = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -183,12 +183,11 @@ class Heartbeat:
         except exc.SQLAlchemyError:
             log.warning("could not sign off in the database; the term ends when it expires")
 
-    def lease(self) -> Lease | None:
+    def term(self) -> Term | None:
         """The term that this process holds by its own clock; the database decides on each write."""
-        term = self._term
-        if term is None or time.monotonic() - term[1] > self._lease_s:
+        if self._term is None or time.monotonic() - self._term[1] > self._term_s:
             return None
-        return term[0]
+        return self._term[0]
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):
@@ -204,7 +203,7 @@ class Heartbeat:
     def _send(self) -> None:
         sent_at = time.monotonic()
         try:
-            lease = retrying(self._engine, self._report)
+            term = retrying(self._engine, self._report)
         except Exception as failure:
             if self._term is not None:
                 log.error("Leader DB connection lost: %s", failure)
@@ -212,11 +211,11 @@ class Heartbeat:
             else:
                 log.warning("could not write the heartbeat of this process: %s", failure)
             return
-        self._log_change(lease)
+        self._log_change(term)
         # Measured from before the request, because the term began while it was answered.
-        self._term = None if lease is None else (lease, sent_at)
+        self._term = None if term is None else (term, sent_at)
 
-    def _report(self, conn: Connection) -> Lease | None:
+    def _report(self, conn: Connection) -> Term | None:
         try:
             # First: the statements below may not fit a newer schema.
             migrations.refuse_newer(conn)
@@ -234,20 +233,20 @@ class Heartbeat:
         )
         self._candidate = LOOPS in roles
         if self._candidate:
-            return leader.campaign(conn, leader.LOOPS, self.id, self._lease_s)
+            return leader.campaign(conn, leader.LOOPS, self.id, self._term_s)
         if self._term is not None:
             if not self.outdated:
                 log.error("the loops of this process hang; it gives the lead up")
             leader.resign(conn, self._term[0])
         return None
 
-    def _log_change(self, lease: Lease | None) -> None:
+    def _log_change(self, term: Term | None) -> None:
         before = self._term[0].epoch if self._term else None
-        if lease is not None and lease.epoch != before:
-            log.info("leading, epoch %d", lease.epoch)
-        if lease is None and self._candidate and (before is not None or not self._refused):
+        if term is not None and term.epoch != before:
+            log.info("leading, epoch %d", term.epoch)
+        if term is None and self._candidate and (before is not None or not self._refused):
             log.info("Failed to acquire leader lock: another process leads")
-        self._refused = lease is None
+        self._refused = term is None
 
     def _leave(self, conn: Connection) -> None:
         leader.remove_process(conn, self.id)

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Engine
 from reconciler.db import clock, journal
 from reconciler.db.engine import reading, retrying, transaction
 from reconciler.db.journal import Overdue
-from reconciler.db.leader import Deposed, Lease, led_by, require
+from reconciler.db.leader import Deposed, Term, led_by, require
 from reconciler.db.schema import projects
 from reconciler.lifecycle import (
     app_operations,
@@ -391,18 +391,18 @@ LOOPS: tuple[Loop, ...] = (
 
 
 class Loops:
-    """Runs the loops that are due while this process leads. lease: its current term, if any."""
+    """Runs the loops that are due while this process leads. term: its current term, if any."""
 
     def __init__(
         self,
         settings: Settings,
         engine: Engine,
-        lease: Callable[[], Lease | None],
+        term: Callable[[], Term | None],
         loops: Sequence[Loop] = LOOPS,
     ) -> None:
         self._settings = settings
         self._engine = engine
-        self._lease = lease
+        self._term = term
         self._loops = loops
         self._due = {loop.name: 0.0 for loop in loops}
         self._moved_at = time.monotonic()
@@ -425,20 +425,20 @@ class Loops:
         while not self._stopping.wait(self._settings.poll_s):
             self.run_due()
 
-    def _begin(self, conn: Connection, lease: Lease) -> None:
+    def _begin(self, conn: Connection, term: Term) -> None:
         self._moved_at = time.monotonic()
-        require(conn, lease)
+        require(conn, term)
 
     def run_due(self) -> list[str]:
         """Run the loops that are due, if this process leads, and return their names."""
         done = []
         for loop in self._loops:
             self._moved_at = time.monotonic()
-            lease = self._lease()
-            if lease is None or self._due[loop.name] > time.monotonic():
+            term = self._term()
+            if term is None or self._due[loop.name] > time.monotonic():
                 continue
             try:
-                loop.act(led_by(self._engine, lease, self._begin), self._settings)
+                loop.act(led_by(self._engine, term, self._begin), self._settings)
                 done.append(loop.name)
             except Deposed as deposed:
                 log.warning("%s stopped: %s", loop.name, deposed)

@@ -45,8 +45,8 @@ _LEAST_S = 60.0
 # Error code of an outcome that only the schema refuses. Such an outcome frees nothing.
 REFUSED = "outcome_refused"
 _STATES = {"canceled": TaskState.CANCELED, "lost": TaskState.LOST}
-# Errors of a document that lacks what the code reads: a hardware profile, or a host's result.
-# Without a failure then, the task would be leased for ever.
+# Errors of the code that reads a hardware profile or a host's result of an unexpected form. They
+# must fail the task, or it would be leased for ever.
 MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 # Of a result also those of the database.
 _MISFITS = (*MISFITS, exc.DataError, exc.ProgrammingError)
@@ -144,8 +144,8 @@ def read_failure(outcome: Outcome) -> Failure:
         "found": problem,
         "remedy": UNKNOWN_EFFECT if outcome.begun else _NO_EFFECT,
     }
-    # No module starts on a full or read-only disk, so no task of the playbook is left to give a
-    # result. Other problems may be of this machine, or of AWX, and of their disks.
+    # No module starts on a full or read-only disk of the host, so the playbook can give no result.
+    # Other problems may come from the disks of this machine or of AWX.
     if outcome.unreachable or problem.startswith(f"{events.MODULE_FAILED}: "):
         ended = host_faults.unwritable(problem) or ended
     evidence, may_go_on = result.get("evidence", {}), outcome.may_go_on

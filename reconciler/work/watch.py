@@ -33,11 +33,11 @@ ACT = Act("reconciler", "the host answers again")
 # restart takes minutes, so probing faster gains nothing.
 FIRST_S = 5.0
 LONGEST_S = 120.0
-# Time after its last answer in which a host that is lost again is asked later each time. Each
+# A host that is lost again within this time after its last answer is probed later each time. Each
 # answer starts the runs of its tasks, so a hostile host would keep this machine busy with them.
 FORGET_S = 600.0
-# Parallel questions to hosts, and as many to slow ones. A question that takes longer than SLOW_S
-# makes its host a slow one: until a quick answer, or for an hour from the second time on.
+# Parallel requests to quick hosts, and to slow hosts. A host whose request takes longer than SLOW_S
+# counts as slow until a quick answer; from the second time on, for an hour.
 _AT_ONCE, SLOW_S, _REMEMBERED_S = 8, 5.0, 3600.0
 # A pass waits so long for its probes.
 _WAIT_S = 1.0
@@ -45,8 +45,8 @@ _WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class _Slow:
-    """A host that was slow. at: when last. again: whether it was before, within the hour, and had
-    answered quickly since. pardoned: whether it has answered quickly since.
+    """A host that was slow. at: the last time. pardoned: it has answered quickly since. again: it
+    was slow, pardoned and slow again within the hour.
     """
 
     at: float
@@ -55,10 +55,10 @@ class _Slow:
 
 
 class Places:
-    """Places in which hosts are asked at the same time. Those that were slow lately wait for places
-    of their own, so that hosts that hang delay no others.
+    """Places for parallel requests to hosts. Slow hosts have places of their own, so that hosts
+    that hang delay no others.
 
-    A question returns why its host did not answer, "" if it did.
+    A request returns why its host did not answer, "" if it did.
     """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
@@ -90,7 +90,7 @@ class Places:
         finally:
             now, before = self._clock(), self._remembered(node_id)
             if now - begun > SLOW_S:
-                # One that hangs by turns would hold the others' places each second time.
+                # A host that hangs every second time would hold a quick place as often.
                 again = before is not None and (before.again or before.pardoned)
                 self._slow[node_id] = _Slow(now, again)
             elif before and not (reason or before.again):

@@ -301,7 +301,7 @@ def _begin(
         spec = prepare(engine, settings, handler, task, queue.run_id(task))
         handler.arrange(engine, settings, task)
         # That may have taken most of a lease, and the launch needs one of its own.
-        _require_wanted(retrying(engine, partial(_beat, settings=settings, task=task)))
+        _require_uncanceled(retrying(engine, partial(_beat, settings=settings, task=task)))
         launch(_site(engine, settings, spec.deadline_s), spec)
     except (Problem, RunError, *_CONTROLLER_ERRORS, *MISFITS) as error:
         if isinstance(error, Problem) and error.code == "schema_outdated":
@@ -321,7 +321,7 @@ def prepare(
     with transaction(engine) as conn:
         migrations.refuse_migration(conn)
         work = open_work(conn, settings, task)
-        _require_wanted(queue.get(conn, task.id))
+        _require_uncanceled(queue.get(conn, task.id))
         # Start no run on a host without a valid certificate. Its result could not be trusted, so
         # the effect would be unknown.
         certificates.require_valid(conn, task.node_id)
@@ -369,7 +369,7 @@ def prepare(
     )
 
 
-def _require_wanted(task: Task) -> None:
+def _require_uncanceled(task: Task) -> None:
     if task.cancel_requested:
         raise canceled(
             "a task that is still wanted", "its cancellation, asked for before its run began"

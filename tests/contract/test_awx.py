@@ -1,4 +1,4 @@
-"""The import of awx/ by the collection awx.awx 24.6.1 into the stand-in, and what came of it."""
+"""Import of awx/ by the collection awx.awx 24.6.1 into the stand-in, and the objects it makes."""
 
 from __future__ import annotations
 

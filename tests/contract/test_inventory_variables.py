@@ -1,4 +1,4 @@
-"""What a run of AWX takes from AWX's inventory: nothing.
+"""Variables of AWX's inventory, none of which a run takes.
 
 A variable of an inventory stands for each name that a playbook reads and that neither the launch
 nor the playbook sets: for optional variables, for parameters of roles, and for results of tasks

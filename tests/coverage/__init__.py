@@ -25,9 +25,9 @@ class Row(NamedTuple):
     """A requirement, an invariant or a promise."""
 
     title: str
-    # The work that will show the row: of a row without a test.
+    # The gap of a row without a test.
     open: str = ""
-    # The same for what the tests of the row do not show.
+    # The gap of a row that its tests show in part.
     left: str = ""
 
 

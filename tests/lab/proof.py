@@ -1,4 +1,4 @@
-"""What a host and the service are asked about the state of things, and what a refusal keeps."""
+"""State of a host and of the service, before and after refusals that must change nothing."""
 
 from __future__ import annotations
 

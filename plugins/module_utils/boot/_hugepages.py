@@ -21,7 +21,7 @@ PROFILE = "hugepages-1g"
 PAGES = 512
 RESERVE_MIB = 16384
 
-_ASKED_IN = "the profile's tuning or GPUAAS_SLICE_TUNING, whichever names it"
+_OPT_IN = "the profile's tuning or GPUAAS_SLICE_TUNING, whichever names it"
 # The first kernel that understands `hugepages=<node>:<pages>`; an older kernel reserves no page for
 # it.
 _PER_NODE = (5, 16)
@@ -73,7 +73,7 @@ def refusals(request: Request | None) -> list[Refusal]:
                 "hugepages_unsupported",
                 expected="processors with pages of 1 GiB (pdpe1gb)",
                 found="no such flag in /proc/cpuinfo",
-                remedy=f"take {PROFILE} out of {_ASKED_IN}",
+                remedy=f"take {PROFILE} out of {_OPT_IN}",
             )
         )
     release = _host.read(_RELEASE) or ""
@@ -84,7 +84,7 @@ def refusals(request: Request | None) -> list[Refusal]:
                 expected="a kernel that shares pages out by node (5.16 or newer)",
                 found=f"Linux {release}" if release else f"no release in {_RELEASE}",
                 remedy="boot a newer kernel (Ubuntu 22.04: linux-generic-hwe-22.04), or take"
-                f" {PROFILE} out of {_ASKED_IN}",
+                f" {PROFILE} out of {_OPT_IN}",
             )
         )
     memory = _memory()

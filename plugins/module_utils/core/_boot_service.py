@@ -203,12 +203,12 @@ def boot(
 ) -> int:
     """Body of a boot script: drive `subject` by the settings file; 0 when done and verified.
 
-    wait_for: refusal codes that are expected early in a boot (a card whose driver is still
-    loading), retried for `patience` seconds, which must be less than the unit's TimeoutStartSec, or
-    the refusal would not be logged. Doubts with these codes are awaited too, but only after all
+    wait_for: refusal codes that are expected early in a boot, such as that of a card whose driver
+    is still loading. They are retried for `patience` seconds, less than the unit's TimeoutStartSec,
+    or the refusal would not be logged. Doubts with these codes are awaited too, but only after all
     required parts are ready and systemd was notified. A remaining doubt is logged and is no
-    failure. required: whether `subject` needs the settings. Otherwise it gets {} for lost ones.
-    meanwhile: what is driven in each round of waiting.
+    failure. required: whether `subject` needs the settings; otherwise it gets {} for lost settings.
+    meanwhile: a subject that is driven in each round of waiting.
     """
     deadline = time.monotonic() + patience
     while True:

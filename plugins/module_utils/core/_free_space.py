@@ -1,6 +1,4 @@
-"""File systems of a host in which nothing can be written: full, or almost, or read-only. A launch,
-a log or a module would fail.
-"""
+"""Full, nearly full and read-only file systems of a host, on which launches and modules fail."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Record of the repairs on this host: step, number of times, first and last time.
 
-Guardians and `slice_upkeep` write it, and drift detection shows it. It is below /run, because a
-boot sets up the whole host again, the reconciler keeps what it has read, and a full disk cannot
-stop a repair.
+Guardians and `slice_upkeep` write it, and drift detection shows it. It is below /run, so that a
+full disk stops no repair. It need not survive a boot: that sets up the whole host again, and the
+reconciler keeps the repairs that it has read.
 """
 
 from __future__ import annotations

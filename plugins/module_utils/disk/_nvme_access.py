@@ -77,15 +77,15 @@ def _features(answer: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _reservations(descriptor: int) -> bytes:
     # The length in dwords, counted from zero.
-    return _asked(descriptor, NVME_IOCTL_IO_CMD, _RESERVATION_REPORT, _LENGTH // 4 - 1)
+    return _answer(descriptor, NVME_IOCTL_IO_CMD, _RESERVATION_REPORT, _LENGTH // 4 - 1)
 
 
 def _security(descriptor: int) -> bytes:
     request = _nvme_admin.NVME_IOCTL_ADMIN_CMD
-    return _asked(descriptor, request, _SECURITY_RECEIVE, _LEVEL_0, _LENGTH)
+    return _answer(descriptor, request, _SECURITY_RECEIVE, _LEVEL_0, _LENGTH)
 
 
-def _asked(descriptor: int, request: int, opcode: int, cdw10: int, cdw11: int = 0) -> bytes:
+def _answer(descriptor: int, request: int, opcode: int, cdw10: int, cdw11: int = 0) -> bytes:
     """The answer to a command; empty for a device that does not know it."""
     data = ctypes.create_string_buffer(_LENGTH)
     try:

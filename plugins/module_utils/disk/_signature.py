@@ -137,8 +137,8 @@ def _weight(kind: str) -> int:
 def pool(descriptor: int, start: int) -> str:
     """The name of the ZFS pool in the label at `start`; "" when no name can be read."""
     pairs = _device.read(descriptor, start + _ZFS_PAIRS, 112 * 1024)
-    _before, found_it, rest = pairs.partition(_ZFS_NAME)
-    length = int.from_bytes(rest[:4], "big") if found_it else 0
+    _before, key, rest = pairs.partition(_ZFS_NAME)
+    length = int.from_bytes(rest[:4], "big") if key else 0
     return rest[4 : 4 + length].decode(errors="replace") if 0 < length <= 256 else ""
 
 

@@ -1,6 +1,4 @@
-"""Slots in the ledger that use a disk, so that an action for a slot never reaches another's
-disk.
-"""
+"""Slots in the ledger that use a disk, so that no action for a slot reaches another's disk."""
 
 from __future__ import annotations
 

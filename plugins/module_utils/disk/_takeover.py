@@ -198,7 +198,7 @@ def write_manifest(step: _change.Step) -> None:
     document = {**step.after, "written_at": _host.now(), **_host.identity(), "devices": devices}
     _host.write(step.subject, json.dumps(document, indent=2, sort_keys=True) + "\n", mode=0o640)
     for device in devices:
-        # Whoever has marked the disk since has ended its proof.
+        # A process that has marked the disk since has ended its proof.
         with _ledger.locked():
             if device["proof"] and _proof.standing(device["identity"]) == device["proof"]:
                 _proof.record(device["identity"], device["proof"], manifest=step.subject)

@@ -80,8 +80,8 @@ def _vlan(vf: Mapping[str, Any]) -> int | None:
 
 
 def exclusive(wait_s: float = 0) -> AbstractContextManager[object]:
-    """Lock against the boot service, which would undo a guard whose file it has not read yet, and
-    against comparisons, which would see a file without its guard.
+    """Lock of guards and their files. Without it, the boot service could undo a guard whose file it
+    has not read, and a comparison could see a file without its guard.
     """
     return _host.locked(_LOCK, mode=0o700, wait_s=wait_s)
 

@@ -38,7 +38,7 @@ RECORD = "fabric"
 # Interval between two checks of the guards: each starts `ip` per card, and only the host's root can
 # change the guards.
 _PERIOD_S = 5.0
-# So long a comparison waits for a run that changes guards.
+# Time that a comparison waits for a run that changes guards.
 LOOK_S = 30.0
 # Rounds of the guardian between two searches for new cards: a minute.
 _SELDOM = 12

@@ -21,13 +21,13 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._change import P
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
 # Requirements of slices: VT-x or AMD-V, threads for the slices' vCPUs, and virtual functions.
-WANTED = {
+REQUIRED = {
     "ProcSettings.ProcVirtualization": "Enabled",
     "ProcSettings.LogicalProc": "Enabled",
     "IntegratedDevices.SriovGlobalEnable": "Enabled",
 }
 # The same without RACADM's groups, which Redfish does not have.
-BARE = {name.partition(".")[2]: value for name, value in WANTED.items()}
+BARE = {name.partition(".")[2]: value for name, value in REQUIRED.items()}
 TARGET = "BIOS.Setup.1-1"
 
 # Options of the reading modules and of the changing modules; the doc fragment `bios` describes

@@ -120,7 +120,7 @@ class Facts:
     @cached_property
     def iommu_groups(self) -> int:
         folder = _host.path(_pci.GROUPS)
-        return sum(1 for _one in folder.iterdir()) if folder.is_dir() else 0
+        return sum(1 for _group in folder.iterdir()) if folder.is_dir() else 0
 
     @cached_property
     def disks(self) -> list[dict[str, Any]]:

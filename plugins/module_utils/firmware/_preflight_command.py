@@ -84,7 +84,7 @@ _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 
 
 class WrongSetting(ValueError):
-    """An unknown value of a setting; the program never guesses."""
+    """An unknown value of a setting, for which the program assumes no other."""
 
 
 def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -172,7 +172,7 @@ class _Settings:
     def _attributes(self) -> dict[str, str]:
         pairs = self._list("GPUAAS_SLICE_BIOS_ATTRIBUTES", ())
         if not pairs:
-            return dict(_bios.WANTED)
+            return dict(_bios.REQUIRED)
         return {name: value for name, _sep, value in (pair.partition("=") for pair in pairs)}
 
     def _repository(self) -> dict[str, Any]:

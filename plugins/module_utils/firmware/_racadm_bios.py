@@ -75,11 +75,11 @@ def program(name: str) -> str:
 
 
 def desired_values(attributes: Mapping[str, Any]) -> dict[str, str]:
-    """`attributes` with full names; a bare name must be in `_bios.WANTED`.
+    """`attributes` with full names; a bare name must be in `_bios.REQUIRED`.
 
     Raises Refusal `attribute_invalid`.
     """
-    groups = {name.partition(".")[2]: name for name in _bios.WANTED}
+    groups = {name.partition(".")[2]: name for name in _bios.REQUIRED}
     values = {}
     for name, value in attributes.items():
         full = groups.get(str(name), str(name))

@@ -204,7 +204,7 @@ def _restart(
     job_ids = list(ids)
     while True:
         client.begin()
-        jobs = [_found_or_new(client, firmware, job_id) for job_id in job_ids]
+        jobs = [_new_job(client, firmware, job_id) for job_id in job_ids]
         states = {job.status.lower() for job in jobs if job.phase is _bios.Phase.OPEN}
         if not states or "running" in states or any(job.is_reboot for job in jobs):
             return ""
@@ -216,7 +216,7 @@ def _restart(
         time.sleep(min(params["interval"], 5))
 
 
-def _found_or_new(client: _redfish_session.Client, firmware: Firmware, job_id: str) -> _bios.Job:
+def _new_job(client: _redfish_session.Client, firmware: Firmware, job_id: str) -> _bios.Job:
     """Read a job that was just created; it appears in the queue with a short delay."""
     try:
         return _redfish_attributes.job(client, firmware, job_id)

@@ -60,7 +60,7 @@ class Client:
         self._account = account
         self._trust = trust
         self._token = ""
-        self._known: dict[str, dict[str, Any]] = {}
+        self._documents: dict[str, dict[str, Any]] = {}
         self._timeout = timeout
         self.begin()
 
@@ -94,9 +94,9 @@ class Client:
         """Like get, but cached, for documents that do not change during the client's life. An
         attribute registry alone takes an iDRAC seconds.
         """
-        if path not in self._known:
-            self._known[path] = self.get(path)
-        return self._known[path]
+        if path not in self._documents:
+            self._documents[path] = self.get(path)
+        return self._documents[path]
 
     def patch(self, path: str, body: dict[str, Any]) -> Answer:
         return self._authorised("PATCH", path, body)

@@ -59,9 +59,9 @@ STUBS = (_STUB, "127.0.0.54")
 # dnsmasq answers a query for this name itself, so parity needs no upstream server for it.
 PROBE_NAME = "gpuaas-parity.invalid"
 
-# Sizes of the kernel's table of neighbours, one for the whole host. A guest that sends to each
-# address of a large network on the host's link fills Linux's 1024 entries with addresses that do
-# not answer, and the host and all guests reach no new neighbour.
+# Sizes of the kernel's table of neighbours, one for the whole host. Linux has 1024 entries by
+# default. A guest that sends to each address of a large network on the host's link fills them with
+# addresses that do not answer. Then the host and all guests reach no new neighbour.
 NEIGHBOURS = {
     "net.ipv4.neigh.default.gc_thresh1": 8192,
     "net.ipv4.neigh.default.gc_thresh2": 32768,
@@ -79,7 +79,7 @@ Network = Mapping[str, Any]
 
 
 def dhcp_lock(wait_s: float = 0) -> AbstractContextManager[None]:
-    """Lock of runs that stop or start dnsmasq. It keeps its leases in memory, so their file can be
+    """Lock of runs that stop or start dnsmasq. It keeps DHCP leases in memory, so their file can be
     changed only while it is stopped, and stays so.
     """
     return _host.locked("/run/gpuaas/dnsmasq", mode=0o700, wait_s=wait_s)

@@ -1,10 +1,10 @@
 """Connections of each guest in the host's own table: their limit, and their end with the slice.
 
 The switch limits the connections in a slice's zone (`_flows.CONNECTIONS`). The host's kernel tracks
-each of them again, and a guest can end the entry in the zone alone: the switch takes a frame for
-the end of a connection that the host's kernel drops before it tracks it, for example one to another
-hardware address. The host's entry then stays for days, with its port of NAT. So the host has a
-limit of its own, for what a guest opens and what managed ingress opens to it together.
+each of them again, and a guest can end the entry in the zone alone. For example, it resets the
+connection by a frame to another hardware address. The switch believes the frame, and the kernel
+drops it untracked, so the host's entry stays for days, with its port of NAT. Therefore the host has
+a limit of its own. It counts the connections that a guest opens and those of managed ingress to it.
 
 The count lives in a table of its own, because `_firewall` is replaced with each slice that starts
 or ends, and a new count begins at zero. The table does not depend on the guests. Its chains come

@@ -1,9 +1,9 @@
 """Translation of the guests' addresses to those of the host, by rules of iptables' POSTROUTING.
 
-NAT keeps the source port of a guest if the range of its rule allows it. The kernel then takes what
-the guest's peer sends to that port of the host for an answer to the guest, also a new connection to
-a service of the host. So a guest's TCP and UDP ports become PORTS, where no service is: Linux gives
-these ports to connections of the host itself, and gives another where a guest has it already.
+NAT keeps the source port of a guest if the range of its rule allows it. Then the kernel takes all
+packets of the guest's peer to that port of the host for answers to the guest. Even a new connection
+to a service of the host would reach the guest. So a guest's TCP and UDP ports become PORTS, where
+no service listens: Linux gives these ports to connections of the host, and skips those of guests.
 One slice has half as many connections, so that none can take all ports toward a destination.
 
 A service that believes clients with a reserved port only, such as an NFS server, may be in

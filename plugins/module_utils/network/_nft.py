@@ -37,7 +37,7 @@ def listed(command: list[str]) -> str | None:
 
 
 def as_listed(*listing: str) -> str:
-    """What the command would print of a table, from an empty network namespace of its own."""
+    """Output of the command for a table, loaded in an empty network namespace."""
     if listing not in _PRINTED:
         _print([listing])
     return _PRINTED[listing]
@@ -49,7 +49,7 @@ def prepare(*listings: Listing) -> None:
         try:
             _print(missing)
         except Refusal as refusal:
-            # Which of them the kernel refuses is for `as_listed` to tell.
+            # `as_listed` names the table that the kernel refuses.
             if refusal.code != "command_failed":
                 raise
 

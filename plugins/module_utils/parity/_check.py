@@ -15,7 +15,7 @@ PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
 # Longest detail in characters, so that a host that answers with megabytes cannot fill a record.
 _LONGEST = 2000
-# What a look at a host raises where it finds something else than a host of ours has.
+# Errors of a check on a host whose files and programs have an unexpected form.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 

@@ -24,8 +24,8 @@ def boot_order(facts: Facts) -> Verdict:
 
     An entry after it is only a warning. So are copies of the identifiers by which the firmware and
     GRUB find the host's partitions: a tenant can write them on its disk, and must not be able to
-    take the other slots off sale. An entry of a network before it is a warning, because only the
-    site knows what it starts: MAAS starts the first disk with a boot loader, whoever's it is.
+    take the other slots off sale. A network entry before it is a warning, because only the site
+    knows its boot program. That of MAAS starts the first disk with a boot loader, of any owner.
     """
     if not facts.slots:
         return passed("no approved disk")

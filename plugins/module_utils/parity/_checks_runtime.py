@@ -180,7 +180,7 @@ def nvlink_partitions(facts: Facts) -> Verdict:
         owner: frozenset(kept.modules) for owner, kept in _nvlink.load().items() if owner in holders
     }
     problems += [
-        f"{row.text} is active, and of no slice that holds a lease"
+        f"{row.text} is active, and of no slice in the ledger"
         for row in rows
         if row.active and row.modules not in slices.values()
     ]
@@ -230,7 +230,7 @@ def _disk_problems(slot: Mapping[str, Any], disk: _block.Disk, usage: _block.Usa
         if left:
             problems.append(f"not raw: {', '.join(left)}")
         if usage.qemu_pids:
-            problems.append(f"held by QEMU {usage.qemu_pids} without a lease")
+            problems.append(f"held by QEMU {usage.qemu_pids} without a hold")
     return [f"{disk.disk_identity}: {problem}" for problem in problems]
 
 

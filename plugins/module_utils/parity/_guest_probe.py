@@ -46,7 +46,7 @@ _TEXT = b"gpuaas.slice"
 _TRIES, _WAIT_S = 3, 1.0
 _PAUSE_S, _SETTLE_S = 0.02, 0.1
 # The kind of the frame that the guard lets pass.
-_OWN = "own"
+_PERMITTED = "permitted"
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ def _forged(link: socket.socket, probe: Probe) -> tuple[str, ...] | None:
             for frame in frames.values():
                 link.send(frame)
             deadline = time.monotonic() + _WAIT_S
-            while _OWN not in seen and time.monotonic() < deadline:
+            while _PERMITTED not in seen and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
                 seen |= _marked(bridge, mark, list(frames))
-            if _OWN in seen:
+            if _PERMITTED in seen:
                 # The switch may decide about the first frame of a kind later than about others.
                 time.sleep(_SETTLE_S)
                 seen |= _marked(bridge, mark, list(frames))
-                return tuple(sorted(seen - {_OWN}))
+                return tuple(sorted(seen - {_PERMITTED}))
     return None
 
 
@@ -154,7 +154,7 @@ def _frames(probe: Probe, bridge_mac: bytes, mark: bytes) -> dict[str, bytes]:
         "vlan": bridge_mac + mac + b"\x81\0\0\x05" + ipv4 + _packet(ip, gateway, 1, echo_of(2)),
         "arp": bridge_mac + mac + arp + claim + mark + bytes([3]) + bytes(10),
         "host_service": bridge_mac + mac + ipv4 + _packet(ip, gateway, 17, udp),
-        _OWN: bridge_mac + mac + ipv4 + _packet(ip, gateway, 1, echo_of(5)),
+        _PERMITTED: bridge_mac + mac + ipv4 + _packet(ip, gateway, 1, echo_of(5)),
     }
 
 

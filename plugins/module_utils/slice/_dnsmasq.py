@@ -47,7 +47,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Lease:
-    """A line of dnsmasq's lease file. expires: seconds since the epoch, 0 is never."""
+    """A DHCP lease, as a line of dnsmasq's file. expires: seconds since the epoch, 0 is never."""
 
     expires: int
     mac: str

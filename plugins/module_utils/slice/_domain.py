@@ -351,8 +351,8 @@ class Tree:
 def _tree(domain: Domain) -> Tree:
     """The host's tree, as far as it says how near devices are.
 
-    Each part on a NUMA node has an expander bus, each switch of the host with several devices is a
-    switch, and every other device has a root port of its own.
+    Each part on a NUMA node has an expander bus. Each switch of the host with several devices is a
+    switch. Every other device has a root port of its own.
     """
     passed = (*domain.gpus, *domain.fabric_vfs)
     bridges: list[Bridge] = []

@@ -45,8 +45,8 @@ _STARTS = ("prepared", "running")
 @dataclass(frozen=True)
 class State:
     """definition: None without a domain. port: number on the bridge, None without one.
-    wanted_flows: expected guard of that port. qos: limit of the port. left: files that outlived the
-    VM. kept: the guard that the host restores after a restart of the switch. nvlink: whether the
+    expected_flows: guard of that port. qos: limit of the port. left: files that outlived the VM.
+    kept: the guard that the host restores after a restart of the switch. nvlink: whether the
     partition of the GPUs is active, or why that is unknown; None without a partition, and for a
     guest that is to run and does. admitted: whether libvirt's start hook has the network's settings
     that it needs.
@@ -57,7 +57,7 @@ class State:
     pids: tuple[int, ...]
     port: int | None
     flows: frozenset[_flows.Flow]
-    wanted_flows: frozenset[_flows.Flow]
+    expected_flows: frozenset[_flows.Flow]
     held: frozenset[str]
     entries: dict[str, _ledger.Entry]
     left: tuple[str, ...]
@@ -104,7 +104,7 @@ def observe(params: _change.Params) -> State:
         pids=tuple(_libvirt.processes(name)),
         port=port,
         flows=_flows.installed(params["bridge"], _object_names.cookie(allocation)),
-        wanted_flows=flows,
+        expected_flows=flows,
         held=held,
         entries={str(s["slot_id"]): _ledger.load(str(s["slot_id"])) for s in slots},
         left=tuple(path for path in files if _host.path(path).exists()),
@@ -159,10 +159,10 @@ def _plan_running(params: _change.Params, state: State) -> _change.Plan:
         steps.append(_change.Step("start_domain", f"{domain.name} power", "off", "paused"))
     elif state.life and state.life.stop_requested:
         steps.append(_change.Step("forget_shutdown", f"{domain.name} power", "asked to go off", ""))
-    unguarded = state.flows != state.wanted_flows or state.kept != _guard(params)
+    unguarded = state.flows != state.expected_flows or state.kept != _guard(params)
     if not state.active or unguarded:
         before_flows = sorted(flow.text() for flow in state.flows)
-        after_flows: Any = sorted(flow.text() for flow in state.wanted_flows)
+        after_flows: Any = sorted(flow.text() for flow in state.expected_flows)
         after_flows = after_flows or "the guard of the port that it gets"
         steps.append(_change.Step("guard_port", domain.port, before_flows, after_flows))
     limit = _qos.limit(params["spec"].get("mgmt_qos"))
@@ -196,8 +196,8 @@ def _obstacles(
 ) -> list[Refusal]:
     blockers = []
     if len(state.held) < len(domain.disks):
-        text = f"leases of {len(state.held)} disks"
-        expected = f"leases of this allocation on {len(domain.disks)} disks"
+        text = f"holds on {len(state.held)} disks"
+        expected = f"holds of this allocation on {len(domain.disks)} disks"
         blockers.append(
             _refuse("lease_missing", expected, text, "take the slots with slice_lease first")
         )

@@ -1,4 +1,4 @@
-"""Fence of a run of power of a slice: the highest number in the ledger acts, and no other.
+"""Fence of a slice's power actions: only the run with the highest number in the ledger acts.
 
 All runs of power of an allocation have the fence of its claim. A run that counts as lost but is
 alive, or hangs on its host, would otherwise act once more beside its successor.

@@ -53,9 +53,9 @@ _LARGEST = 4 << 20
 _LISTEN = "0A"
 # Most differences, and characters of a name: an evidence is refused above 4 MiB.
 MOST, LONGEST = 256, 300
-_OWN = {"proc", "sysfs", "cgroup2", "devpts", "mqueue", "securityfs", "debugfs", "tracefs"}
-_OWN |= {"configfs", "fusectl", "bpf", "pstore", "hugetlbfs", "autofs", "tmpfs", "devtmpfs"}
-_OWN |= {"efivarfs", "rpc_pipefs", "binfmt_misc", "ramfs", "squashfs", "overlay", "nsfs"}
+_VFS = {"proc", "sysfs", "cgroup2", "devpts", "mqueue", "securityfs", "debugfs", "tracefs"}
+_VFS |= {"configfs", "fusectl", "bpf", "pstore", "hugetlbfs", "autofs", "tmpfs", "devtmpfs"}
+_VFS |= {"efivarfs", "rpc_pipefs", "binfmt_misc", "ramfs", "squashfs", "overlay", "nsfs"}
 
 
 def take() -> dict[str, dict[str, str]]:
@@ -67,7 +67,7 @@ def take() -> dict[str, dict[str, str]]:
         "files": {path: text for root in _WATCHED for path, text in _files(root)},
         "programs": {path: text for root in _PROGRAMS for path, text in _files(root)},
         "listening": dict(_listening()),
-        "mounts": {m.point: f"{m.type} {m.source}" for m in _usage.mounts() if m.type not in _OWN},
+        "mounts": {m.point: f"{m.type} {m.source}" for m in _usage.mounts() if m.type not in _VFS},
         "homes": {path.name: "present" for path in _entries("/home")},
         "packages": _packages(),
         "modules": {line.split()[0]: "loaded" for line in _text("/proc/modules")},

@@ -29,7 +29,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class Found:
+class KeyFile:
     """content: of the file, b"" when it does not exist. mode, gid: of the file, None when it does
     not exist.
     """
@@ -94,7 +94,7 @@ def folder(home: str, uid: int, *, make_for: int | None = None) -> Iterator[int 
         yield descriptor
 
 
-def read(at: int, home: str, uid: int) -> Found:
+def read(at: int, home: str, uid: int) -> KeyFile:
     """The tenant's file below this descriptor; Refusal unless it is a regular file of the
     tenant.
     """
@@ -103,7 +103,7 @@ def read(at: int, home: str, uid: int) -> Found:
         # A pipe in its place must not block until a process writes into it.
         descriptor = os.open(FILE, _READ | os.O_NONBLOCK, dir_fd=at)
     except FileNotFoundError:
-        return Found()
+        return KeyFile()
     except OSError as error:
         raise unsafe(where, error.strerror or str(error)) from error
     try:
@@ -119,7 +119,7 @@ def read(at: int, home: str, uid: int) -> Found:
     if len(content) > LARGEST:
         raise unsafe(where, f"more than {LARGEST} bytes")
     # Neither set-id nor sticky bits, because the file contains only keys.
-    return Found(content, stat.S_IMODE(status.st_mode) & 0o777, status.st_gid)
+    return KeyFile(content, stat.S_IMODE(status.st_mode) & 0o777, status.st_gid)
 
 
 def write(at: int, content: bytes, *, uid: int, gid: int, mode: int) -> None:

@@ -114,8 +114,8 @@ def use_blockers(usage: _block.Usage) -> list[Blocker]:
     for name, kind in usage.filesystems.items():
         code = "partitions_present" if kind in _signature.TABLES else "unexpected_filesystem"
         # An unassembled member has no holder, so the signature on the disk identifies it.
-        found_as = _signature.MEMBERS.get(kind, code)
-        written.setdefault(found_as, []).append(f"{kind} on {name}")
+        evidence = _signature.MEMBERS.get(kind, code)
+        written.setdefault(evidence, []).append(f"{kind} on {name}")
     if usage.children and "partitions_present" not in written:
         written["partitions_present"] = usage.children
     seen = {entry["code"] for entry in blockers}

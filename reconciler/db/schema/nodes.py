@@ -38,14 +38,14 @@ class Node(StateRow):
     profile: Text
     # Tags of the machine in MAAS. Null: unknown, or the site has no MAAS; []: MAAS has no tags.
     maas_tags: list[Any] | None
-    # The machine in MAAS that is this node: `system_id`, `identity` of its hardware, `purpose` that
-    # was last agreed by its tags, `locked` by this service, `series` last deployed, `returned` from
-    # the request of a release to a deployment of ours, `tenant` from the release of a tenant to the
-    # erasure of the disks by MAAS or the next installation. Null: none.
+    # The machine in MAAS that is this node; null without one. `system_id`, and `identity` of its
+    # hardware. `purpose`: the last by which its tags agreed. `locked`: by this service. `series`:
+    # last deployed. `returned`: from the request of a release to a deployment of ours. `tenant`:
+    # from the release of a tenant to the erasure of the disks by MAAS or the next installation.
     maas: dict[str, Any] | None
-    # `vendor`, `product` and `serial` that its discovery reports; those from before a tenant while
-    # the installation is the tenant's. `first_serial` is that which its installation reported
-    # first, if it is another, and "" until it has reported. Null: not discovered yet.
+    # `vendor`, `product` and `serial` of its discovery; while the installation is a tenant's, those
+    # from before the tenant. `first_serial`: the first that its installation reported, if it is
+    # another; "" before the first report. Null: not discovered yet.
     hardware: dict[str, Any] | None
     # `device_id`, `asset_tag` and `bmc_address` of its device in NetBox. Null: none is known.
     netbox: dict[str, Any] | None

@@ -445,8 +445,8 @@ def _end_is_known(job: dict[str, Any], feed: Feed) -> bool:
 def _never_began(job: dict[str, Any], feed: Feed) -> bool:
     """Whether the job ended before its playbook reached a task for the host.
 
-    Such a job never left the queue, or AWX could not hand it to receptor (`error`), or its image is
-    missing or no host matches (`failed` without an explanation, and events that say so).
+    Such a job never left the queue, or AWX could not hand it to receptor (`error`). A job without
+    its image, or without a matching host, is `failed` without an explanation; its events say so.
     """
     if feed.missing or feed.recorder.began or job.get("event_processing_finished") is not True:
         return False

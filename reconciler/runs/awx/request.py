@@ -2,7 +2,7 @@
 
 The host's address comes from our records and not from AWX's inventory, which may be older: an
 extra variable overrides every other. The same holds for each variable that a playbook, a role or
-the connection reads: whoever may change the inventory decides nothing of a run.
+the connection reads, so a person who may change the inventory decides nothing of a run.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ def find_template(
 def check_project(
     read: Callable[[str], dict[str, Any]], access: AwxAccess, template: dict[str, Any]
 ) -> None:
-    """RunError when the template's project has another repository than in our settings. Behind the
-    same number and name, somebody may have changed it. read: asks AWX for the object at a path.
+    """RunError when the template's project has another repository than in our settings, because it
+    may be changed behind the same number and name. read: asks AWX for the object at a path.
     """
     expected = {"scm_url": access.project_url, "scm_branch": access.project_branch}
     expected = {name: value for name, value in expected.items() if value}

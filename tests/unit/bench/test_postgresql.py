@@ -1,4 +1,4 @@
-"""Where a server of the tests has its socket, and what becomes of one whose starter was killed."""
+"""PostgreSQL of the tests: its socket, and a server whose starter was killed."""
 
 from __future__ import annotations
 

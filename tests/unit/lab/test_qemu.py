@@ -1,4 +1,4 @@
-"""Which QEMU is new enough, and what is mended in the lab's own."""
+"""Choice of QEMU for the lab, and the faults that are mended in its own copy."""
 
 from __future__ import annotations
 

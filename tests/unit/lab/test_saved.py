@@ -1,4 +1,4 @@
-"""Saved lab hosts: what a copy holds, when it is refused, and how a running host is held still."""
+"""Saved lab hosts: content of a copy, refusals, and a running host that is paused."""
 
 from __future__ import annotations
 

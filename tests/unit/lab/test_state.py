@@ -1,4 +1,4 @@
-"""What is remembered of a lab, and how it is known to be alive."""
+"""Record of a lab between commands, and the check whether its host runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parity is told of a machine's tags in MAAS reaches the host's check as it was meant."""
+"""Tags of a machine in MAAS, from the variables of parity to the host's check."""
 
 from __future__ import annotations
 

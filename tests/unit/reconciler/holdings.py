@@ -1,4 +1,4 @@
-"""What a host says that it holds, for tests: nothing, or everything of a tenant."""
+"""Holdings of a host for tests: nothing, or everything of a tenant."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Curl commands of seed 000 and of the members' page, as written, on a service's real socket.
+"""Curl commands of the recovery of an allocation, and of docs/tenants.md, on a real socket.
 
-What an operator has set is BASE_URL, TOKEN, NODE_ID and ALLOCATION_ID, and nothing else. Only the
-host's part is played: the clean-up that the last command asks for.
+The commands are played as they are written. An operator has set BASE_URL, TOKEN, NODE_ID and
+ALLOCATION_ID only. The host's clean-up, which the last command requests, is simulated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nodes that are given away as a whole, for tests on either database."""
+"""Whole machines for tests on either database."""
 
 from __future__ import annotations
 

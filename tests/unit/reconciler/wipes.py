@@ -1,4 +1,4 @@
-"""What a host says of disks that it wiped, GPUs that it reset, and its fabric."""
+"""Results of a host for tests: wiped disks, reset GPUs, and its fabric."""
 
 from __future__ import annotations
 

@@ -23,4 +23,4 @@ def test_the_variables_of_pip_become_its_file() -> None:
 
 
 def test_the_wanted_pip_is_found_in_ansible_test() -> None:
-    assert re.fullmatch(r"\d+\.\d+(\.\d+)?", archive_sanity.wanted_pip())
+    assert re.fullmatch(r"\d+\.\d+(\.\d+)?", archive_sanity.pinned_pip())

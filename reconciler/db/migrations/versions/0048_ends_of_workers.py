@@ -1,4 +1,4 @@
-"""Whose jobs a worker of a pool held when it ended."""
+"""Columns for the end of a worker: the projects and the jobs of that moment."""
 
 from __future__ import annotations
 

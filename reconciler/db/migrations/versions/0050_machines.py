@@ -1,4 +1,4 @@
-"""What a slice keeps of its machine, until now in the result of its provisioning."""
+"""Column for the machine of a slice, until now in the result of its provisioning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cloud-configs of tenants, which may hold passwords, leave the records of ended tasks."""
+"""Removal of tenants' cloud-configs, which may hold passwords, from ended tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long results of reports before the newest 20 of a host become counts, as those since do."""
+"""Counts in place of the long results of reports before the newest 20 of a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indexes for what is asked every few seconds: deadlines, and the last tasks of a node."""
+"""Indexes for queries of every few seconds: deadlines, and the last tasks of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host baseline: a tenant's possible traces are named, passing changes of the system are not."""
+"""Host baseline: possible traces of a tenant are named, passing changes of the system are not."""
 
 from __future__ import annotations
 

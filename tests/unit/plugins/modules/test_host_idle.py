@@ -1,4 +1,4 @@
-"""Idle check: a host with any tenant must not be restarted, whoever put the tenant there."""
+"""Idle check: a host with any tenant must not be restarted."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Image cache: fetched once, verified by digest, and refused when the bytes differ."""
+
 from __future__ import annotations
 
 import contextlib

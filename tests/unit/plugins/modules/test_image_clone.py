@@ -1,3 +1,5 @@
+"""Clone of an image: byte for byte, once for each claim, never over a tenant's bytes."""
+
 from __future__ import annotations
 
 import errno

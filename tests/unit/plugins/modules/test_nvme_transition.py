@@ -1,3 +1,5 @@
+"""Takeover of disks: dry run, approval, erase with proof, and disks that are refused."""
+
 from __future__ import annotations
 
 import json

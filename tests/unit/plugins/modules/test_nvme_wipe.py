@@ -1,3 +1,5 @@
+"""Wipe of a slot's disk: once, under its fence, and never a disk of the host."""
+
 from __future__ import annotations
 
 import errno

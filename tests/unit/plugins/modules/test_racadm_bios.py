@@ -111,9 +111,9 @@ def test_check_mode_says_what_then_happens(idrac: Idrac) -> None:
     done = idrac.drive()
     assert done.failure is None and done.changed and done.facts["settled"]
     assert done.document()["diff"] == checked.document()["diff"]
-    assert done.document()["diff"]["after"]["BIOS.Setup.1-1"] == dict(_bios.WANTED)
+    assert done.document()["diff"]["after"]["BIOS.Setup.1-1"] == dict(_bios.REQUIRED)
     assert [job["id"][:4] for job in done.evidence["commit_job"]["jobs"]] == ["JID_", "RID_"]
-    assert [idrac.value(name) for name in _bios.WANTED] == ["Enabled"] * 3
+    assert [idrac.value(name) for name in _bios.REQUIRED] == ["Enabled"] * 3
     assert idrac.state()["cycles"] == 1
     again = idrac.drive()
     assert not again.changed and again.failure is None

@@ -27,14 +27,14 @@ from tests.standin import redfish
 
 pytestmark = pytest.mark.covers("HOST-3")
 
-WANTED = {"ProcVirtualization": "Enabled", "LogicalProc": "Enabled", "SriovGlobalEnable": "Enabled"}
+VALUES = {"ProcVirtualization": "Enabled", "LogicalProc": "Enabled", "SriovGlobalEnable": "Enabled"}
 SETTINGS = f"{redfish.SYSTEM}/Bios/Settings"
 JOB = "JID_763788807801"
 
 
 def drive(bmc: standin.Bmc, *, check: bool = False, **change: Any) -> _change.Outcome:
     params = {
-        "attributes": WANTED, "state": "present", "power_cycle": False, "wait": True,
+        "attributes": VALUES, "state": "present", "power_cycle": False, "wait": True,
         "deadline": 60, "interval": 0.05, "timeout": 60, "acknowledged_jobs": [], "system": "",
     }  # fmt: skip
     account = _redfish_session.Account("root", standin.PASSWORD)
@@ -60,15 +60,15 @@ def refused(bmc: standin.Bmc, **change: Any) -> _errors.Refusal:
 
 
 def test_the_wishes_are_those_of_racadm() -> None:
-    assert WANTED == _bios.BARE
-    assert len(_bios.WANTED) == 3
+    assert VALUES == _bios.BARE
+    assert len(_bios.REQUIRED) == 3
 
 
 @pytest.mark.covers("P15")
 def test_planned_says_what_would_be_and_changes_nothing(bmc: standin.Bmc) -> None:
     outcome = drive(bmc, state="planned")
     assert (outcome.changed, outcome.plan.steps) == (False, ())
-    assert outcome.facts["differences"][0]["after"] == WANTED
+    assert outcome.facts["differences"][0]["after"] == VALUES
     assert bmc.record()["patches"] == []
 
 
@@ -78,13 +78,13 @@ def test_check_mode_tells_the_change_it_would_make(bmc: standin.Bmc) -> None:
     done = drive(bmc)
     assert (before.changed, done.changed, done.failure) == (True, True, None)
     assert before.document()["diff"] == done.document()["diff"]
-    assert before.document()["diff"]["after"] == {_bios.TARGET: WANTED}
+    assert before.document()["diff"]["after"] == {_bios.TARGET: VALUES}
 
 
 def test_one_request_stages_all_and_makes_the_job(bmc: standin.Bmc) -> None:
     outcome = drive(bmc)
     assert bmc.record()["patches"] == [
-        {"Attributes": WANTED, "@Redfish.SettingsApplyTime": {"ApplyTime": "OnReset"}}
+        {"Attributes": VALUES, "@Redfish.SettingsApplyTime": {"ApplyTime": "OnReset"}}
     ]
     assert outcome.evidence["commit_job"] == {"jobs": [{"id": JOB}]}
     assert {row["status"] for row in outcome.facts["attributes"]} == {"pending"}
@@ -126,7 +126,7 @@ def test_a_machine_that_is_off_is_started(bmc: standin.Bmc) -> None:
 
 def test_values_that_wait_without_a_job_get_one(bmc: standin.Bmc) -> None:
     """A newer iDRAC answers 200 and makes no job when the values are pending already."""
-    bmc.begin(pending=WANTED, no_job=True)
+    bmc.begin(pending=VALUES, no_job=True)
     outcome = drive(bmc)
     assert outcome.failure is None
     assert outcome.evidence["commit_job"] == {"jobs": [{"id": JOB}]}
@@ -305,7 +305,7 @@ def test_another_system_is_not_taken_for_the_one_asked_for(bmc: standin.Bmc) -> 
 
 
 def test_what_is_staged_against_a_good_value_is_taken_back(bmc: standin.Bmc) -> None:
-    bmc.begin(values=WANTED, pending={"LogicalProc": "Disabled"})
+    bmc.begin(values=VALUES, pending={"LogicalProc": "Disabled"})
     outcome = drive(bmc)
     assert (outcome.done, outcome.failure) == (["stage_attribute"], None)
     assert bmc.record()["patches"] == [{"Attributes": {"LogicalProc": "Enabled"}}]

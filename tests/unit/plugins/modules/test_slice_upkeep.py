@@ -1,4 +1,4 @@
-"""What a comparison looks at beside running tenants, and for which node."""
+"""Scope of a comparison on a host with running tenants, and the node that it is for."""
 
 from __future__ import annotations
 

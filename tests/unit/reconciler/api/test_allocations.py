@@ -1,4 +1,4 @@
-"""Recovery of stuck allocations: seed 000 through the API."""
+"""Recovery of stuck allocations through the API, in the steps of the operators' runbook."""
 
 from __future__ import annotations
 

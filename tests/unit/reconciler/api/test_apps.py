@@ -1,4 +1,4 @@
-"""Applications through the API, as the runbook asks for them: who sees what, and where to dial."""
+"""Applications through the API: visibility, refusals, and the addresses of members."""
 
 from __future__ import annotations
 

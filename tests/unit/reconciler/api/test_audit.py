@@ -1,4 +1,4 @@
-"""The audit log says what happened, who did it, and nothing else."""
+"""Audit log: each action with its actor, and nothing secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that a project member can see tells of a host: no device, no disk, no address of it."""
+"""Answers to project members: no device, disk or address of a host in any of them."""
 
 from __future__ import annotations
 

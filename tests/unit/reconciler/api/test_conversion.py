@@ -1,4 +1,4 @@
-"""Slice host to bare metal and back: one call each, never while somebody is on the node."""
+"""Conversion of a slice host to bare metal and back, refused while a tenant is on the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liveness, readiness and numbers: true, also when something is missing."""
+"""Health and metrics: correct also when a part of the site is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key under either of its names."""
+"""Idempotency keys under either name of their header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocations as tenants ask for them and see them."""
+"""Launches as tenants request them, and allocations as tenants see them."""
 
 from __future__ import annotations
 

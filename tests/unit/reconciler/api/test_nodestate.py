@@ -1,4 +1,4 @@
-"""A node goes out of use and back; meanwhile it sells nothing."""
+"""States of a node: out of use and back, and no sales meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on a node becomes a task; reports of a host beside the task that may bring the next."""
+"""Work on a node: tasks, and reports of a host beside the task for the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens of an OpenID provider: what they open, and everything that opens nothing."""
+"""Tokens of an OpenID provider: accepted, and refused for every possible reason."""
 
 from __future__ import annotations
 

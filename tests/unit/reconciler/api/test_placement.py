@@ -1,4 +1,4 @@
-"""Where a launch would go and why not, as operators and tenants are told."""
+"""Explanations of a placement, for operators and for tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals have one form, and say nothing that should stay here."""
+"""Refusals: one form, and no secret or internal text in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine on which a tenant was root, whatever its modules answer, until it is installed anew."""
+"""Machines on which a tenant was root: distrusted until they are installed anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The past of a node and of an allocation, page by page."""
+"""Timelines of a node and of an allocation, page by page."""
 
 from __future__ import annotations
 

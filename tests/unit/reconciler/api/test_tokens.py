@@ -1,4 +1,4 @@
-"""Tokens that people make for themselves: what they open, and all that ends them."""
+"""Tokens that people make for themselves: their rights, and every event that ends them."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_how_many_tokens_somebody_may_have(new: Stack, monkeypatch: pytest.Monke
     """Counted for the first token of the line, so that a chain of tokens has no more; and with
     those that were revoked just now, so that nobody fills the table.
     """
-    monkeypatch.setattr(tokens, "OWN", 3)
+    monkeypatch.setattr(tokens, "MOST", 3)
     first = make(new, "member", "a")["id"]
     make(new, "a", "b")
     last = make(new, "b", "c")["id"]
@@ -214,10 +214,10 @@ def test_how_many_tokens_somebody_may_have(new: Stack, monkeypatch: pytest.Monke
     make(new, "stranger", "theirs")
     assert new.client("c").delete(f"tokens/{last}").status_code == 200
     assert new.client("a").post("tokens", json={"name": "d"}).json()["code"] == "too_many_tokens"
-    change(new, last, created_at=time.time() - 2 * tokens.OWN_S)
+    change(new, last, created_at=time.time() - 2 * tokens.MOST_WITHIN_S)
     make(new, "a", "d")
     # What is valid counts however old it is.
-    change(new, first, created_at=time.time() - 2 * tokens.OWN_S)
+    change(new, first, created_at=time.time() - 2 * tokens.MOST_WITHIN_S)
     assert new.client("a").post("tokens", json={"name": "e"}).json()["code"] == "too_many_tokens"
 
 
@@ -336,7 +336,7 @@ def test_another_issuer_ends_the_tokens_and_keys_of_all_persons(alice: Stack) ->
 def test_the_limit_holds_for_all_tokens_of_a_person(
     alice: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "OWN", 2)
+    monkeypatch.setattr(tokens, "MOST", 2)
     make(alice, "alice", "a", project_id="demo")
     make(alice, "a", "b")
     for who in ("alice", "b"):

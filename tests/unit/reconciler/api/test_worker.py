@@ -1,4 +1,4 @@
-"""Workers without the database: what the token of a pool opens, and what it does not."""
+"""Workers without the database: the rights of a pool's token, and their limits."""
 
 from __future__ import annotations
 

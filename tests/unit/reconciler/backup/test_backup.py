@@ -1,4 +1,4 @@
-"""A site that is made again of its backup: the same allocations, and nothing done twice."""
+"""Restore of a site from its backup: the same allocations, and nothing done twice."""
 
 from __future__ import annotations
 

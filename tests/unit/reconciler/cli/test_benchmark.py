@@ -1,4 +1,4 @@
-"""`gpuaas host benchmark` and the script of the seed, on this machine with small sizes."""
+"""`gpuaas host benchmark` and its script in scripts/ops, on this machine with small sizes."""
 
 from __future__ import annotations
 

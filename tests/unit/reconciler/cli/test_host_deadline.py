@@ -1,4 +1,4 @@
-"""How long a run by hand may take: as many wipes as it has disks, and a slow boot besides."""
+"""Time limit of a run by hand: as many wipes as it has disks, and a slow boot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpuaas login` against a provider process: confirmed, waited for, refused, not believed."""
+"""`gpuaas login` against a provider process: confirmed, awaited, refused, not trusted."""
 
 from __future__ import annotations
 

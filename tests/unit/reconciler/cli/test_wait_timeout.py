@@ -1,4 +1,4 @@
-"""How long commands wait: as long as the service lets it take, measured by seconds that pass."""
+"""Time limits of commands that wait: those of the service, measured in real seconds."""
 
 from __future__ import annotations
 

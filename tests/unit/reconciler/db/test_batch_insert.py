@@ -1,4 +1,4 @@
-"""Rows that go in at once are the rows that would have gone in one by one; a launch is short."""
+"""Batch insert: the same rows as single inserts, and few statements for a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schema refuses by itself, on both engines: rows go in past every function of ours."""
+"""Constraints of the schema on both engines: rows that bypass every function of ours."""
 
 from __future__ import annotations
 

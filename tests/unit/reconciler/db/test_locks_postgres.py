@@ -1,4 +1,4 @@
-"""Who judges a slot, or a node's use, holds still what it judges by, on PostgreSQL."""
+"""Locks on PostgreSQL: a judgement of a slot or node holds still all that it is based on."""
 
 from __future__ import annotations
 

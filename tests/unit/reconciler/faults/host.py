@@ -1,4 +1,4 @@
-"""A host as far as provision, power and release change it, and what the modules do to it.
+"""Model of a host, as far as the modules of provision, power and release change it.
 
 The ledger is the collection's own (`_ledger.py`) over files in memory, so fences are judged by the
 code that judges them on a host. The rest follows the modules' documentation: what each refuses,

@@ -1,4 +1,4 @@
-"""The two things that are provisioned and released, and the moments from which scenarios begin."""
+"""Subjects of the fault programme, slice and whole machine, and the starts of its scenarios."""
 
 from __future__ import annotations
 

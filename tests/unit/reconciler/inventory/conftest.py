@@ -1,4 +1,4 @@
-"""A site and a stand-in NetBox whose devices fit it."""
+"""A site, and a stand-in NetBox with matching devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole machine's tenant, from claim to proof, and everything that keeps the next one out."""
+"""Tenant of a whole machine, from claim to proof, and everything that bars the next tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a comparison: shut, blocked, healed, opened; and claims stay what they are."""
+"""Effects of a comparison: slots closed, blocked and opened; claims never change."""
 
 from __future__ import annotations
 

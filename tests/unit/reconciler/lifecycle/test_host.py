@@ -1,4 +1,4 @@
-"""The life of a node, and what it may not do to its tenants."""
+"""Life of a node, and actions that its tenants forbid."""
 
 from __future__ import annotations
 

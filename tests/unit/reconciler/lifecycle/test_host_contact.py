@@ -1,4 +1,4 @@
-"""Which boot a host runs under, when looks at it end in another order than they began (I16)."""
+"""Boot id of a host, when its reports end in another order than they began (I16)."""
 
 from __future__ import annotations
 

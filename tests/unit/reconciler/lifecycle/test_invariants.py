@@ -1,4 +1,4 @@
-"""The checker is silent about a life in order, and names every lie that is planted."""
+"""Invariant checks: silent about an orderly life, and a name for every planted violation."""
 
 from __future__ import annotations
 
@@ -310,9 +310,9 @@ def test_a_lie_among_many_is_the_only_one_named(sold: Site, change: dict[str, st
     del rows
     with reading(sold.engine) as conn:
         # What is made once and kept is not counted.
-        invariants.history_told(conn)
+        invariants.history_complete(conn)
         tracemalloc.start()
-        (violation,) = invariants.history_told(conn)
+        (violation,) = invariants.history_complete(conn)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert violation.subject == f"task {ids[at]}"

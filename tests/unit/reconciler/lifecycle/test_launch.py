@@ -1,4 +1,4 @@
-"""Allocating, releasing and failing: everything moves together."""
+"""Launch, release and failure: claim, slot, allocation and task change together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding slots in records: few nodes are looked at, and still nothing that fits is missed."""
+"""Placement on records: few nodes are read, and every fitting slot is considered."""
 
 from __future__ import annotations
 

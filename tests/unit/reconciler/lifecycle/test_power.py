@@ -1,4 +1,4 @@
-"""Power of a slice: who may ask for it and when, and the start after a restart of the host."""
+"""Power of a slice: who may request it and when, and the start after a restart of the host."""
 
 from __future__ import annotations
 

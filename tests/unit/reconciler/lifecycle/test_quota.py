@@ -1,4 +1,4 @@
-"""Quota of a project: what it may hold, how often it may launch, and what its failures cost it."""
+"""Quota of a project: capacity, rate of launches, and the cost of its failures."""
 
 from __future__ import annotations
 

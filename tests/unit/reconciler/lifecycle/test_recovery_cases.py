@@ -197,12 +197,12 @@ def test_a_leader_that_is_killed_in_any_move_does_nothing_twice(story: Story, ab
 def test_an_old_leader_moves_nothing(story: Story) -> None:
     story.open()
     with transaction(story.site.engine) as conn:
-        lease = leader.campaign(conn, leader.LOOPS, "old", 30)
-        assert lease is not None
+        term = leader.campaign(conn, leader.LOOPS, "old", 30)
+        assert term is not None
         conn.execute(sa.update(tables.leaders).values(expires_at=clock.now() - 1))
         assert leader.campaign(conn, leader.LOOPS, "new", 30) is not None
     with pytest.raises(leader.Deposed):
-        play_recovery_cases(leader.led_by(story.site.engine, lease), Settings())
+        play_recovery_cases(leader.led_by(story.site.engine, term), Settings())
     assert (story.case().state, story.tasks(LOOK)) == ("opened", 0)
 
 

@@ -1,4 +1,4 @@
-"""What no record knows is removed on a person's word, slot by slot, and proven gone."""
+"""Removal of orphans on a person's request, slot by slot, with proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is old and over is forgotten, and nothing else is, on both engines."""
+"""Retention on both engines: old finished rows are deleted, and no others."""
 
 from __future__ import annotations
 

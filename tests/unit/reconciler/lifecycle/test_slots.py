@@ -48,7 +48,7 @@ def test_order_of_preparation(site: Site) -> None:
         assert journal.audit_rows(conn, action="admin.slot.approved")[0].subject_id == slot.id
 
 
-# What decision 24 has a slot say of itself.
+# Keys of the metadata of a slot.
 METADATA = {
     "storage_ownership",
     "storage_mode",

@@ -1,4 +1,4 @@
-"""What is dead is given up with evidence, and nothing of it is ever believed clean."""
+"""Write-off of dead devices with evidence; nothing of them ever counts as clean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people are told to do instead, in each state of each entity."""
+"""Remedies: the commands that a refusal names, in each state of each entity."""
 
 from __future__ import annotations
 

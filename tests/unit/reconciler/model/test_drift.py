@@ -1,4 +1,4 @@
-"""Differences between a host and the records, by name; nothing is told of what is not settled."""
+"""Differences between a host and the records, by name; unsettled work is left out."""
 
 from __future__ import annotations
 

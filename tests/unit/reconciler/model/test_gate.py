@@ -1,4 +1,4 @@
-"""The gate opens only when everything was shown, now, and about this slot."""
+"""Gate: it opens only on complete, present evidence of this slot."""
 
 from __future__ import annotations
 

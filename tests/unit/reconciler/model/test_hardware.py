@@ -1,4 +1,4 @@
-"""What is a node's own goes over the profile that it shares."""
+"""Hardware of a node: its own values override those of the shared profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools in slices: what a launch is given, what its guest gets, and when the token ends."""
+"""Pools in slices: files of the guest, rights of the launch, and the end of the token."""
 
 from __future__ import annotations
 

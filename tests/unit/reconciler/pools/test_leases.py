@@ -381,8 +381,8 @@ def test_the_leader_takes_the_jobs_of_the_last_worker_back(queue: Queue) -> None
     queue.change(lost, lease_expires_at=1.0)
     queue.change(delayed, not_before=1.0)
     queue.change(ahead, status="running", lease_expires_at=clock.now() + 3600)
-    lease = retrying(queue.engine, lambda conn: leader.campaign(conn, leader.LOOPS, "p", 3600))
-    assert "leases" in loops.Loops(Settings(), queue.engine, lambda: lease).run_due()
+    term = retrying(queue.engine, lambda conn: leader.campaign(conn, leader.LOOPS, "p", 3600))
+    assert "leases" in loops.Loops(Settings(), queue.engine, lambda: term).run_due()
     assert (queue.read(lost).status, queue.read(lost).lost) == ("pending", 1)
     assert queue.read(delayed).not_before is None
     with clock_ahead(queue.engine, leases.LEASE_S + 2):

@@ -1,4 +1,4 @@
-"""A claim and a proof that cannot see each other yet, on PostgreSQL."""
+"""A claim and a proof in concurrent transactions on PostgreSQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue: who may run beside whom, and that only the holder decides."""
+"""Task queue: which tasks may run beside others, and the rights of the lease holder."""
 
 from __future__ import annotations
 

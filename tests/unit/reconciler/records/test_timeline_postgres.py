@@ -1,4 +1,4 @@
-"""The past, the reasons for waiting, and the invariants, as PostgreSQL answers them."""
+"""Timeline, reasons for waiting and invariants on PostgreSQL."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_of_two_requests_at_once_a_single_one_gets_the_last_place(
     engine: sa.Engine, site: Site, monkeypatch: pytest.MonkeyPatch, role: Role
 ) -> None:
     """The second counts the token of the first, whether that ends with it or not."""
-    monkeypatch.setattr(tokens, "OWN", 1)
+    monkeypatch.setattr(tokens, "MOST", 1)
     with transaction(engine) as conn:
         project = site.project if role is Role.PROJECT_MEMBER else None
         member: dict[str, Any] = {"role": role, "project_id": project}

@@ -1,3 +1,5 @@
+"""Run contract: results that break their schema are refused, with the field."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""No form of a secret is left; everything else is."""
+"""Removal of secrets from output: every form of a secret, and no other text."""
 
 from __future__ import annotations
 

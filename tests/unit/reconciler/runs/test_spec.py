@@ -1,3 +1,5 @@
+"""Specification of a run: addresses, ids and variables that are refused."""
+
 from __future__ import annotations
 
 from typing import Any

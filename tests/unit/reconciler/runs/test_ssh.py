@@ -1,3 +1,5 @@
+"""SSH options of a run: certified host keys only, and sockets of each node."""
+
 from __future__ import annotations
 
 import shlex

@@ -1,4 +1,4 @@
-"""A machine with SSH authorities of its own is none of the site's."""
+"""Machine with other SSH authorities than the site's: refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service killed under load: nothing promised is lost, nothing is done twice (CTRL-9, I12)."""
+"""Service killed under load: no promise is lost, nothing is done twice (CTRL-9, I12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk: what cannot be kept is refused by name, nothing is lost, and it goes on by itself.
+"""Full disk: writes are refused by name, nothing is lost, and work continues by itself.
 
 A limit on the size of files stands for the disk: the system refuses the same writes, for this
 process only.

@@ -161,15 +161,15 @@ def test_the_api_answers_for_other_nodes_and_then_for_the_locked_node(
 @pytest.mark.covers("I9")
 def test_another_leads_after_a_session_that_holds_the_leaders_row(selling_site: Site) -> None:
     engine = selling_site.engine
-    both = [Heartbeat(engine, lambda: [LOOPS], lease_s=4.0) for _ in range(2)]
+    both = [Heartbeat(engine, lambda: [LOOPS], term_s=4.0) for _ in range(2)]
     for heartbeat in both:
         heartbeat.start()
     try:
-        until(lambda: any(heartbeat.lease() for heartbeat in both))
+        until(lambda: any(heartbeat.term() for heartbeat in both))
         with hanging(selling_site, "SELECT * FROM leaders FOR UPDATE") as limit:
-            until(lambda: not any(heartbeat.lease() for heartbeat in both))
+            until(lambda: not any(heartbeat.term() for heartbeat in both))
             limit()
-            until(lambda: any(heartbeat.lease() for heartbeat in both), RECOVERED_S)
+            until(lambda: any(heartbeat.term() for heartbeat in both), RECOVERED_S)
     finally:
         for heartbeat in both:
             heartbeat.stop()
@@ -179,18 +179,18 @@ def test_another_leads_after_a_session_that_holds_the_leaders_row(selling_site: 
 def test_a_loop_that_waits_does_not_end_its_own_term(selling_site: Site) -> None:
     """It waits for a node that a hung session has locked, and is the leader all the while."""
     engine = selling_site.engine
-    heartbeat = Heartbeat(engine, lambda: [LOOPS], lease_s=8.0)
+    heartbeat = Heartbeat(engine, lambda: [LOOPS], term_s=8.0)
     heartbeat.start()
-    lease = heartbeat.lease()
-    assert lease is not None
-    led = leader.led_by(engine, lease)
+    term = heartbeat.term()
+    assert term is not None
+    led = leader.led_by(engine, term)
 
     def changed() -> bool:
         try:
             with transaction(led) as conn:
                 conn.execute(sa.text("UPDATE nodes SET name = 'changed' WHERE id = 'n1'"))
         except sa.exc.OperationalError:
-            assert heartbeat.lease() == lease
+            assert heartbeat.term() == term
             return False
         return True
 
@@ -201,7 +201,7 @@ def test_a_loop_that_waits_does_not_end_its_own_term(selling_site: Site) -> None
             assert not changed() and time.monotonic() - began < SOON_S
             limit()
             until(changed, RECOVERED_S)
-        assert heartbeat.lease() == lease
+        assert heartbeat.term() == term
     finally:
         heartbeat.stop()
 
@@ -225,9 +225,9 @@ def test_a_leader_whose_loops_hang_gives_up_and_comes_back(
             acted.append(name)
 
         turning = lambda: [LOOPS] if loops.turning() else []  # noqa: E731
-        heartbeat = Heartbeat(engine, turning, lease_s=2.0)
+        heartbeat = Heartbeat(engine, turning, term_s=2.0)
         settings = Settings(state_dir=tmp_path, poll_s=0.1)
-        loops = Loops(settings, engine, heartbeat.lease, [Loop("act", 0.2, act)])
+        loops = Loops(settings, engine, heartbeat.term, [Loop("act", 0.2, act)])
         loops.start()
         heartbeat.start()
         return loops, heartbeat
@@ -241,7 +241,7 @@ def test_a_leader_whose_loops_hang_gives_up_and_comes_back(
     second = process("second", False)
     try:
         until(lambda: len(acted) >= 3)
-        assert "first" not in acted and first[1].lease() is None
+        assert "first" not in acted and first[1].term() is None
         # On a busy machine the second one counts as stuck at times.
         until(lambda: roles() == {LOOPS: 1})
         with reading(engine) as conn:

@@ -33,7 +33,7 @@ from reconciler.work.loops import Loop, Loops
 from tests.postgresql import Server as Postgres
 from tests.unit.reconciler import relay
 from tests.unit.reconciler.conftest import ADMIN
-from tests.unit.reconciler.service.writer import LEASE_S
+from tests.unit.reconciler.service.writer import SHORT_TERM_S
 
 PAUSES = 20
 LIMIT_S = 120.0
@@ -42,12 +42,12 @@ TERM_S = 600.0
 
 
 @pytest.fixture
-def leading(engine: sa.Engine) -> leader.Lease:
-    """The first lease."""
+def leading(engine: sa.Engine) -> leader.Term:
+    """The first term."""
     with transaction(engine) as conn:
-        lease = campaign(conn, LOOPS, "a", 30)
-    assert lease is not None
-    return lease
+        term = campaign(conn, LOOPS, "a", 30)
+    assert term is not None
+    return term
 
 
 def test_the_log_has_the_words_of_the_runbooks(
@@ -82,11 +82,11 @@ def test_a_process_gives_up_when_a_newer_version_has_migrated_the_database(
             pytest.raises(Problem, match="schema_outdated"),
             process.running(settings, engine, api=True, work=True) as heartbeat,
         ):
-            assert heartbeat.lease() is not None
+            assert heartbeat.term() is not None
             with transaction(engine) as conn:
                 conn.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
             assert ended.wait(LIMIT_S)
-            assert heartbeat.lease() is None
+            assert heartbeat.term() is None
             with reading(engine) as conn:
                 term, (row,) = leader.read(conn, LOOPS), leader.processes(conn)
             assert term is not None and not term["live"]
@@ -97,8 +97,8 @@ def test_a_process_gives_up_when_a_newer_version_has_migrated_the_database(
 
 
 @pytest.mark.covers("I9")
-def test_one_leads_until_its_lease_ends_or_it_resigns(
-    engine: sa.Engine, leading: leader.Lease
+def test_one_leads_until_its_term_ends_or_it_resigns(
+    engine: sa.Engine, leading: leader.Term
 ) -> None:
     with transaction(engine) as conn:
         assert campaign(conn, LOOPS, "b", 30) is None
@@ -115,7 +115,7 @@ def test_one_leads_until_its_lease_ends_or_it_resigns(
 
 
 @pytest.mark.covers("I9", "I22")
-def test_a_lease_that_ran_out_writes_nothing(engine: sa.Engine, leading: leader.Lease) -> None:
+def test_a_term_that_ran_out_writes_nothing(engine: sa.Engine, leading: leader.Term) -> None:
     mine = led_by(engine, leading)
     with transaction(mine) as conn:
         journal.emit(conn, "written", "epoch", "1", payload={})
@@ -128,8 +128,8 @@ def test_a_lease_that_ran_out_writes_nothing(engine: sa.Engine, leading: leader.
 
 
 @pytest.mark.covers("I9")
-def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None:
-    held: list[leader.Lease | None] = [None]
+def test_loops_run_where_the_term_is(engine: sa.Engine, tmp_path: Path) -> None:
+    held: list[leader.Term | None] = [None]
     written: list[str] = []
 
     def write(led: sa.Engine, _settings: Settings) -> None:
@@ -155,15 +155,15 @@ def test_loops_run_where_the_lease_is(engine: sa.Engine, tmp_path: Path) -> None
 
 
 def test_a_process_that_ends_in_order_leaves_at_once(engine: sa.Engine) -> None:
-    first, second = (Heartbeat(engine, lambda: ["loops"], lease_s=TERM_S) for _ in range(2))
+    first, second = (Heartbeat(engine, lambda: ["loops"], term_s=TERM_S) for _ in range(2))
     first.start()
     second.start()
-    assert first.lease() is not None and second.lease() is None
+    assert first.term() is not None and second.term() is None
     with reading(engine) as conn:
         assert leader.live_roles(conn) == {"loops": 2}
     first.stop()
     second._beat()
-    assert second.lease() is not None
+    assert second.term() is not None
     second.stop()
     with reading(engine) as conn:
         assert leader.processes(conn) == []
@@ -172,37 +172,37 @@ def test_a_process_that_ends_in_order_leaves_at_once(engine: sa.Engine) -> None:
 @pytest.mark.covers("ORCH-4")
 def test_a_leader_that_is_released_lets_another_lead(engine: sa.Engine) -> None:
     """Its own term is void at once, although it does not know that."""
-    first, second = (Heartbeat(engine, lambda: ["loops"], lease_s=TERM_S) for _ in range(2))
+    first, second = (Heartbeat(engine, lambda: ["loops"], term_s=TERM_S) for _ in range(2))
     first.start()
     second.start()
-    held = first.lease()
+    held = first.term()
     assert held is not None
     with transaction(engine) as conn:
         leader.release(conn, LOOPS, ADMIN)
     with pytest.raises(Deposed), transaction(led_by(engine, held)):
         pass
     first._beat()
-    assert first.lease() is None, "the others come first"
+    assert first.term() is None, "the others come first"
     second._beat()
-    assert second.lease() is not None
+    assert second.term() is not None
     second.stop()
     first._beat()
-    assert first.lease() is not None, "that was the other's term, not its own"
+    assert first.term() is not None, "that was the other's term, not its own"
     first.stop()
 
 
 def test_a_single_leader_that_is_released_leads_again(engine: sa.Engine) -> None:
-    alone = Heartbeat(engine, lambda: ["loops"], lease_s=TERM_S)
+    alone = Heartbeat(engine, lambda: ["loops"], term_s=TERM_S)
     alone._beat()
     with transaction(engine) as conn:
         leader.release(conn, LOOPS, ADMIN)
     alone._beat()
-    assert alone.lease() is None, "the others come first"
+    assert alone.term() is None, "the others come first"
     with transaction(engine) as conn:
         _expire(conn)
     alone._beat()
-    lease = alone.lease()
-    assert lease.epoch == 2
+    term = alone.term()
+    assert term.epoch == 2
 
 
 @pytest.mark.covers("I9", "I22")
@@ -210,7 +210,7 @@ def test_a_single_leader_that_is_released_leads_again(engine: sa.Engine) -> None
 @pytest.mark.parametrize(
     "pauses", [PAUSES, pytest.param(300, marks=pytest.mark.long)], ids=["some", "many"]
 )
-def test_a_leader_paused_past_its_lease_writes_nothing_when_it_goes_on(
+def test_a_leader_paused_past_its_term_writes_nothing_when_it_goes_on(
     tmp_path: Path, postgres: Postgres, pauses: int
 ) -> None:
     """I9: both engines at once, because most of the time is waiting."""
@@ -261,7 +261,7 @@ def _pause(engine: sa.Engine) -> bool:
     pid, epoch = leads
     os.kill(pid, signal.SIGSTOP)
     try:
-        return _until(lambda: _written_after(engine, epoch), limit_s=6 * LEASE_S)
+        return _until(lambda: _written_after(engine, epoch), limit_s=6 * SHORT_TERM_S)
     finally:
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.05)

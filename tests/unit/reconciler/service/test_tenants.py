@@ -1,4 +1,4 @@
-"""Tenants whom nobody answers do not wait for ever, and hide no failure."""
+"""Tenants of the crash tests: they stop waiting without an answer, and hide no failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker does about tasks that nobody attends to: of the dead, of its own, unwanted."""
+"""Tasks without an attending worker: of dead workers, of this one, and canceled tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A process that writes whenever it leads: `python -m ….writer <database> <fenced|free>`.
 
-Between the look at its lease and the write it takes its time, as a loop does that reads and
-decides. Stopped there and resumed after its lease has gone, it goes on to write.
+Between the look at its term and the write it takes its time, as a loop does that reads and
+decides. Stopped there and resumed after its term has gone, it goes on to write.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from reconciler.db.engine import open_engine, transaction
 from reconciler.db.leader import Deposed, led_by
 from reconciler.service.process import Heartbeat
 
-LEASE_S = 0.25
+SHORT_TERM_S = 0.25
 
 
 def main(url: str, manner: str) -> None:
     engine = open_engine(url)
-    heartbeat = Heartbeat(engine, lambda: ["loops"], lease_s=LEASE_S)
+    heartbeat = Heartbeat(engine, lambda: ["loops"], term_s=SHORT_TERM_S)
     heartbeat.start()
     while True:
-        lease = heartbeat.lease()
+        term = heartbeat.term()
         time.sleep(0.015)
-        if lease is None:
+        if term is None:
             continue
         try:
-            with transaction(led_by(engine, lease) if manner == "fenced" else engine) as conn:
-                journal.emit(conn, "written", "epoch", str(lease.epoch), payload={})
+            with transaction(led_by(engine, term) if manner == "fenced" else engine) as conn:
+                journal.emit(conn, "written", "epoch", str(term.epoch), payload={})
         except (Deposed, exc.DBAPIError):
             continue
 

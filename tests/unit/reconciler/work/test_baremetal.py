@@ -1,4 +1,4 @@
-"""The two tasks of a whole machine, held to the run contract and to what hosts answer."""
+"""Tasks of a whole machine, against the run contract and the answers of hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A discovery takes off sale what it speaks against, and the next one lets back what is well."""
+"""Discovery: it closes slots that it contradicts, and a later one opens them again."""
 
 from __future__ import annotations
 

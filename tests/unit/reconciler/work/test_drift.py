@@ -1,4 +1,4 @@
-"""slice.drift_reconcile from the loop to what came of it: real store, scripted runs."""
+"""slice.drift_reconcile from the loop to its effects: real store, scripted runs."""
 
 from __future__ import annotations
 

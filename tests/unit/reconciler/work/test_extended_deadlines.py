@@ -1,4 +1,4 @@
-"""How long a run may take: as many wipes as it has disks, and its slots wait for all of them."""
+"""Deadlines of runs with several wipes, and of the slots that wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that once had no name: a full disk, a wrong clock, a run's folder that is gone."""
+"""Faults with names of their own: a full disk, a wrong clock, a lost folder of a run."""
 
 from __future__ import annotations
 

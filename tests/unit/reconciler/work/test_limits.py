@@ -1,4 +1,4 @@
-"""No run is ended within a limit that it hands to its host: a slow boot is no failure.
+"""Limits of runs: never below the limits that they hand to their host.
 
 Where the task's own deadline was the shorter one, the run was killed while the host still booted,
 and what it had done was then unknown.

@@ -212,11 +212,11 @@ def test_one_member_that_cannot_be_looked_after_keeps_no_other_waiting(
 def test_a_leader_that_was_deposed_looks_after_nobody(
     machines: Machines, instance: tuple[str, str], settings: Settings
 ) -> None:
-    lease = leader.Lease(leader.LOOPS, "another", 1, 5.0)
+    term = leader.Term(leader.LOOPS, "another", 1, 5.0)
     with transaction(machines.engine) as conn:
         launch.release(conn, instance[1], ADMIN)
     with pytest.raises(leader.Deposed):
-        loops.tend_apps(leader.led_by(machines.engine, lease), settings)
+        loops.tend_apps(leader.led_by(machines.engine, term), settings)
     assert member(machines.engine, instance[0])["left_at"] is None
 
 

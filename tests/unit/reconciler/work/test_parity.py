@@ -1,4 +1,4 @@
-"""node.parity: each node is asked for what its mode says, and only a slice host's opens a gate."""
+"""node.parity: the intent by the node's mode, and the gate, which only a slice host opens."""
 
 from __future__ import annotations
 

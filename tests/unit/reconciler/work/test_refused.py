@@ -1,4 +1,4 @@
-"""An end that the schema alone refuses: the task ends by name, its word is kept, nothing is freed.
+"""Outcomes that only the schema refuses: the task ends by name, and nothing is freed.
 
 The rules are the schema's own, or one that a newer version might have: no function of ours asks for
 it. A worker that took the refusal for a database that is away would come back to it for ever.

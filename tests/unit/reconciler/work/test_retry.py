@@ -1,4 +1,4 @@
-"""A run that was broken by what may pass is tried again, where that is safe; a refusal never."""
+"""Retries of transient failures where that is safe; refusals are never retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that does not answer: its tasks wait and go on; nothing of it is freed meanwhile (I13)."""
+"""Silent hosts: their tasks wait and continue; nothing is freed meanwhile (I13)."""
 
 from __future__ import annotations
 

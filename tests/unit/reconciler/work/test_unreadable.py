@@ -1,4 +1,4 @@
-"""A host whose result no database takes: its task ends, and what it did is unknown (I13).
+"""Results that no database stores: the task ends, and its effect is unknown (I13).
 
 The same on both: PostgreSQL refuses more than SQLite, and a worker that takes a refusal for a
 database that is away would come back to it for ever.

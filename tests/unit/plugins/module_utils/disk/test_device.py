@@ -1,3 +1,5 @@
+"""Open block devices: reads past the page cache, and zeroing of a range."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""NVMe disks by their identity: spelling, links that lie, and what is no whole namespace."""
+
 from __future__ import annotations
 
 import runpy

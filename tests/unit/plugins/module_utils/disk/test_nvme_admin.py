@@ -1,3 +1,5 @@
+"""NVMe admin commands: Identify, and a Format that reaches one namespace only."""
+
 from __future__ import annotations
 
 import os

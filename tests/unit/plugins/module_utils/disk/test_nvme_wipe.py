@@ -1,3 +1,5 @@
+"""Wipe of a disk: its methods in order, read-back, and failures that are no proof."""
+
 from __future__ import annotations
 
 import runpy

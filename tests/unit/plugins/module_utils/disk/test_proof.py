@@ -1,3 +1,5 @@
+"""Proof of a wipe: samples, residue, and every use that ends the proof."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Signatures on a disk, as the real tools write them."""
+
 from __future__ import annotations
 
 import os

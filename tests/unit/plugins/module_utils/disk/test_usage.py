@@ -1,3 +1,5 @@
+"""Usage of a disk: mounts, swap, holders and open files, also through LVM and partitions."""
+
 from __future__ import annotations
 
 import runpy

@@ -92,7 +92,7 @@ def test_an_answer_is_an_answer_also_a_refusal(monkeypatch: pytest.MonkeyPatch) 
         (TimeoutError(), "no answer from 192.0.2.20 port 443 within 3 s"),
     ],
 )
-def test_no_way_there_is_said_in_the_seeds_words(
+def test_a_failed_connection_names_address_and_reason(
     monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
 ) -> None:
     def connect(*_a: Any, **_k: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Files of public ingress: what is no valid rule opens nothing, what was removed stays so."""
+"""Files of public ingress: an invalid rule opens nothing, and a removed rule stays removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guests send, and who sees it."""
+"""Traffic of the rig: frames that guests send, and who receives them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_approved_disks_are_raw_and_ours(parity: Any, disk: dict[str, _block.Usa
     assert "mounted: /share0" in check(parity.facts(parity.slot)).detail
     assert "not raw: nvme0n1p1" in check(parity.facts(parity.slot)).detail
     disk["use"] = _block.Usage(os_disk=True, qemu_pids=[4])
-    assert "without a lease" in check(parity.facts(parity.slot)).detail
+    assert "without a hold" in check(parity.facts(parity.slot)).detail
     other = parity.slot | {"nvme_serial": "OTHER"}
     assert "not the approved ones" in check(parity.facts(other)).detail
     gone = parity.slot | {"nvme_device": "/dev/disk/by-id/nvme-eui.0000000000000001"}
@@ -238,9 +238,9 @@ def test_partitions_of_the_fabric_manager(
     manager.set(active=[3, 4])
     owner = "23bd713b-6073-4ef7-8a51-2897e902365d"
     _nvlink.save(owner, _nvlink.Partition((1, 3), "192.0.2.9"))
-    stranger = "partition {} of modules {} is active, and of no slice that holds a lease"
+    stranger = "partition {} of modules {} is active, and of no slice in the ledger"
     both = [stranger.format(3, "1, 3"), stranger.format(4, "2, 4")]
-    assert look() == ("FAIL", "; ".join(both)), "a record without a lease"
+    assert look() == ("FAIL", "; ".join(both)), "a record without a hold"
     _ledger.hold("slot-1", fence=1, allocation_id=owner, disk_identity="eui.5e0000000000a001")
     assert look() == ("FAIL", both[1])
     manager.set(active=[])

@@ -1,4 +1,4 @@
-"""Repairs of upkeep with scripted parts: which are done, and which are said."""
+"""Repairs of upkeep with scripted parts: which are done, and which are reported."""
 
 from __future__ import annotations
 

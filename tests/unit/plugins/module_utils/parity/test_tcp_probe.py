@@ -1,4 +1,4 @@
-"""TCP probe: what it says when it has no service, or other data arrives."""
+"""TCP probe: its verdict without a service, and with other data than its own."""
 
 from __future__ import annotations
 

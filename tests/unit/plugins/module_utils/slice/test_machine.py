@@ -83,7 +83,7 @@ NOTHING = _machine.State(
     pids=(),
     port=None,
     flows=frozenset(),
-    wanted_flows=frozenset(),
+    expected_flows=frozenset(),
     held=frozenset({"eui.5e0000000000a003"}),
     entries={"slot-3": _ledger.Entry("slot-3", fence=7)},
     left=(),
@@ -95,7 +95,7 @@ RUNNING = replace(
     pids=(9,),
     port=5,
     flows=FLOWS,
-    wanted_flows=FLOWS,
+    expected_flows=FLOWS,
     kept=GUARD,
 )
 LOGS = "/var/log/libvirt/qemu"

@@ -1,4 +1,4 @@
-"""Where something goes is decided from the snapshot alone: nothing is asked, nothing is drawn."""
+"""Purity of the scheduler: its decision depends on the snapshot alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is under way: its progress, its end, and everything that keeps us from seeing them."""
+"""A job under way: progress, end, and every failure to read them."""
 
 from __future__ import annotations
 
