@@ -42,7 +42,7 @@ def restore(settings: Settings, file: Path) -> dict[str, Any]:
     """Restore the site and return the changes made to its records.
 
     An interrupted restore is repeated with the same file. Problem `restore_not_empty` if there is a
-    site, `service_running`, `backup_unreadable`, `backup_newer`, `authorities_differ`.
+    site, `service_running`, `backup_unreadable`, `backup_schema_unknown`, `authorities_differ`.
     """
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locked(settings):
@@ -191,11 +191,11 @@ def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:
         )
     if manifest["revision"] not in migrations.revisions():
         raise Problem(
-            "backup_newer",
+            "backup_schema_unknown",
             422,
-            expected=f"a schema that this version knows, up to {migrations.head()}",
+            expected=f"a backup of a schema that this version knows, revision {migrations.span()}",
             found=f"revision {manifest['revision']} of version {manifest['version']}",
-            remedy="restore with that version of the service or a newer version",
+            remedy="restore with the version of the service that made the backup",
         )
 
 

@@ -33,8 +33,9 @@ _SQLITE_AWAY = (
 )
 # PostgreSQL's classes: no connection, operator intervention, no login.
 _AWAY_CLASSES = ("08", "57P", "28")
-# No such database, disk full, too many connections, lock not available, read-only server.
-_AWAY = ("3D000", "53100", "53300", "55P03", "25006")
+# No such database, disk full, too many connections, lock not available, read-only server, a role
+# without a right, such as that to make the tables of a new site.
+_AWAY = ("3D000", "53100", "53300", "55P03", "25006", "42501")
 # Of writes to an open file, such an error names no file.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -1,4 +1,8 @@
-"""Schema migrations, with the same history for SQLite and PostgreSQL."""
+"""Schema migrations, with the same history for SQLite and PostgreSQL.
+
+A new database is made from `db.schema` and begins at the newest revision. Migrations bring older
+ones there.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from reconciler.db.engine import reading, transaction, without_limits
+from reconciler.db.schema import creation
 from reconciler.model.errors import Problem
 
 # Key of the advisory lock. Any number that has no other use in the database would do.
@@ -20,12 +25,12 @@ _ONE_AT_A_TIME = threading.Lock()
 _TABLE = sa.table("alembic_version", sa.column("version_num", sa.Text))
 
 
-def migrate(engine: sa.Engine, to: str = "head") -> str:
-    """Upgrade the database to a revision and return it. Simultaneous calls run in turn.
+def migrate(engine: sa.Engine) -> str:
+    """Bring the database to the newest schema; its revision. Simultaneous calls run in turn.
 
     Problem `schema_outdated` for a database whose revision this version does not know.
     """
-    if to == "head" and current(engine) == head():
+    if current(engine) == head():
         # Any role of the database can hold the lock.
         return head()
     with _ONE_AT_A_TIME, transaction(engine) as conn:
@@ -38,7 +43,7 @@ def migrate(engine: sa.Engine, to: str = "head") -> str:
         if revision is not None and revision not in revisions():
             raise Problem(
                 "schema_outdated",
-                expected=f"an empty database, or a schema from {revisions()[0]} to {head()}",
+                expected=f"an empty database, or revision {span()}",
                 found=f"revision {revision}",
                 remedy="start the version of the service that made this database; this version"
                 " cannot convert it, so it needs a database of its own",
@@ -50,7 +55,11 @@ def migrate(engine: sa.Engine, to: str = "head") -> str:
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent))
         config.attributes["connection"] = conn
-        command.upgrade(config, to)
+        if revision is None:
+            creation.create(conn)
+            command.stamp(config, "head")
+        else:
+            command.upgrade(config, "head")
     return current(engine) or ""
 
 
@@ -107,6 +116,11 @@ def revisions() -> tuple[str, ...]:
 def head() -> str:
     """Revision that this version of the service needs."""
     return revisions()[-1]
+
+
+def span() -> str:
+    """The revisions that this version can migrate, for a refusal of others."""
+    return " to ".join(dict.fromkeys((revisions()[0], head())))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Database schema: every table. A test compares the tables with the migrations."""
+"""Database schema: every table. `creation` makes them in a new database, with their triggers."""
 
 from reconciler.db.schema.access import (
     ApiToken,

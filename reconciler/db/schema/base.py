@@ -190,10 +190,8 @@ def _column(name: str, hint: Any) -> Iterator[sa.schema.SchemaItem]:
     )
     for states in notes:
         if isinstance(states, type) and issubclass(states, StrEnum):
-            names = ", ".join(f"'{state.value}'" for state in states)
-            yield sa.CheckConstraint(
-                f"{name} IN ({names})", name=name, info={"column": name, "states": states}
-            )
+            info = {"column": name, "states": states}
+            yield sa.CheckConstraint(f"{name} IN {sql_list(states)}", name=name, info=info)
 
 
 def unique(name: str, *columns: str, where: str) -> sa.Index:
@@ -203,7 +201,12 @@ def unique(name: str, *columns: str, where: str) -> sa.Index:
 
 def in_states(states: Iterable[str]) -> str:
     """Condition for the rows in some states, as text for a partial index."""
-    return f"state IN ({', '.join(repr(str(state)) for state in states)})"
+    return f"state IN {sql_list(states)}"
+
+
+def sql_list(values: Iterable[str]) -> str:
+    """Values for IN, as text of a condition."""
+    return f"({', '.join(repr(str(value)) for value in values)})"
 
 
 def partial(name: str, *columns: str, where: str, unique: bool = False) -> sa.Index:

@@ -131,7 +131,7 @@ def test_every_source_of_a_host_is_in_its_key(
 ) -> None:
     monkeypatch.setattr(prepared, "REPOSITORY", tmp_path)
     files = [tmp_path / name / "file" for name in prepared.SOURCES]
-    files.append(tmp_path / "reconciler" / "store" / "migrations" / "versions" / "0001.py")
+    assert (tmp_path / "reconciler/db/schema/file") in files
     for file in files:
         file.parent.mkdir(parents=True)
         file.touch()

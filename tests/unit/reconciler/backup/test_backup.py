@@ -632,13 +632,13 @@ def test_a_strange_file_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_backup_of_a_newer_version_is_refused(
+def test_a_backup_of_an_unknown_schema_is_refused(
     on_sqlite: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "site.tar.gz"
     archive.write(on_sqlite.settings, file)
     monkeypatch.setattr("reconciler.db.migrations.revisions", lambda: ("0001",))
-    with pytest.raises(Problem, match="backup_newer"):
+    with pytest.raises(Problem, match=r"backup_schema_unknown.* revision 0001"):
         restore(settled(tmp_path / "new"), file)
     assert not (tmp_path / "new" / "reconciler.db").exists()
 

@@ -278,6 +278,10 @@ def _of_a_server(server: str) -> None:
     assert ended.code == "database_unavailable"
     reads = refusal_of(server, "SET TRANSACTION READ ONLY", "CREATE TABLE t (a INT)")
     assert reads.code == "database_unavailable"
+    role = ("CREATE ROLE reader", "SET LOCAL ROLE reader")
+    lacks = refusal_of(server, *role, "CREATE SCHEMA s")
+    assert lacks.code == "database_unavailable"
+    assert lacks.found.startswith("permission denied for database")
     unknown = sa.make_url(server).set(database="no_such_database")
     none = refusal_of(unknown.render_as_string(hide_password=False), "SELECT 1")
     assert none.code == "database_unavailable"

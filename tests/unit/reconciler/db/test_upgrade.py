@@ -1,22 +1,41 @@
-"""Upgrades from every known revision keep all rows."""
+"""New databases, and upgrades of older ones, which keep all rows."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 
+from reconciler.db import migrations
 from reconciler.db import schema as tables
 from reconciler.db.engine import open_engine, transaction
-from reconciler.db.migrations import migrate, revisions
-from tests.unit.reconciler.pools.test_leases import check_counts
+from reconciler.db.migrations import current, head, migrate, revisions
+from tests.unit.reconciler.conftest import Site
+from tests.unit.reconciler.db import stored
 
+BASELINE = revisions()[0]
+# The baseline is stored as soon as there are migrations.
+STORED = sorted({BASELINE, *(file.name[:4] for file in stored.FOLDER.glob("*.sql"))})
+TEXTS = {
+    "sqlite": "SELECT name, sql FROM sqlite_master WHERE type IN ('index', 'trigger')",
+    "postgresql": "SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = 'public' UNION ALL"
+    " SELECT tgname, pg_get_triggerdef(oid) || pg_get_functiondef(tgfoid) FROM pg_trigger"
+    " WHERE NOT tgisinternal",
+}
+MIGRATION = """
+import sqlalchemy as sa
+from alembic import op
+revision, down_revision = "9998", {!r}
+def upgrade():
+    op.add_column("projects", sa.Column("added", sa.Text(), nullable=False, server_default="x"))
+    {}
+"""
 # Columns that stay null where another one has a value.
 EMPTY = {"console_sessions.login"}
 # Values that satisfy checks over several columns and triggers. Other columns take any value.
@@ -59,73 +78,154 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Engine]
     engine.dispose()
 
 
+@pytest.fixture
+def add_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Adds a migration to those of this version, or replaces it by one that fails."""
+    before, folder = head(), tmp_path / "migrations"
+    shutil.copytree(Path(migrations.__file__).parent, folder)
+
+    def add(last: str = "") -> None:
+        (folder / "versions" / "9998_added.py").write_text(MIGRATION.format(before, last))
+        revisions.cache_clear()
+
+    monkeypatch.setattr(migrations, "__file__", str(folder / "__init__.py"))
+    yield add
+    revisions.cache_clear()
+
+
 @pytest.mark.covers("CTRL-2")
-@pytest.mark.parametrize("revision", revisions())
-def test_nothing_is_lost_on_the_way_to_this_version(empty: sa.Engine, revision: str) -> None:
-    migrate(empty, revision)
+def test_a_creation_that_is_killed_leaves_nothing(empty: sa.Engine) -> None:
+    last = "INSERT INTO alembic_version"
+
+    def kill(_conn: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith(last):
+            os._exit(9)
+
+    def create() -> None:
+        sa.event.listen(empty, "before_cursor_execute", kill)
+        migrate(empty)
+
+    assert _ends(_fork(create)) == 9
+    assert current(empty) is None and sa.inspect(empty).get_table_names() == []
+    # With functions of PostgreSQL, which exist once.
+    assert migrate(empty) == head()
+
+
+@pytest.mark.covers("CTRL-2")
+def test_first_starts_at_once_make_one_schema(empty: sa.Engine) -> None:
+    def start() -> None:
+        engine = open_engine(empty.url.render_as_string(hide_password=False))
+        assert os.read(ready, 1)
+        assert migrate(engine) == head()
+
+    ready, go = os.pipe()
+    starts = [_fork(start) for _ in range(4)]
+    os.write(go, b"x" * len(starts))
+    assert [_ends(start) for start in starts] == [0] * len(starts)
+    os.close(ready)
+    os.close(go)
+    assert current(empty) == head()
+    with transaction(empty) as conn:
+        assert conn.execute(sa.select(tables.control.c.id)).scalars().all() == ["jobs"]
+
+
+@pytest.mark.covers("CTRL-2")
+def test_an_upgrade_is_complete_or_not_begun(
+    on_either: Site, add_migration: Callable[..., None]
+) -> None:
+    engine, projects = on_either.engine, sa.table("projects", sa.column("added"))
+    before = head()
+    assert migrate(engine) == before
+    add_migration("raise InterruptedError")
+    with pytest.raises(InterruptedError):
+        migrate(engine)
+    assert current(engine) == before
+    assert "added" not in {column["name"] for column in sa.inspect(engine).get_columns("projects")}
+    add_migration()
+    assert migrate(engine) == "9998"
+    with transaction(engine) as conn:
+        assert conn.execute(sa.select(projects)).scalars().all() == ["x"]
+
+
+@pytest.mark.covers("CTRL-2")
+def test_a_new_database_needs_no_migration(
+    empty: sa.Engine, add_migration: Callable[..., None]
+) -> None:
+    add_migration("raise InterruptedError")
+    assert migrate(empty) == "9998"
+
+
+@pytest.mark.covers("CTRL-2")
+@pytest.mark.parametrize("revision", STORED)
+def test_an_upgrade_keeps_all_rows_and_makes_the_schema_of_a_new_database(
+    empty: sa.Engine, revision: str, request: pytest.FixtureRequest
+) -> None:
+    if revision == head():
+        migrate(empty)
+    else:
+        stored.load(empty, revision)
     with transaction(empty) as conn:
         filled = {table.name: _fill(conn, table) for table in _tables(conn)}
     assert "nodes" in filled
 
-    assert migrate(empty) == revisions()[-1]
-    if "job_counts" not in filled:
-        check_counts(empty)
+    assert migrate(empty) == head()
 
     with transaction(empty) as conn:
         now = {table.name: table for table in _tables(conn)}
         for name, row in filled.items():
             after = conn.execute(sa.select(now[name])).mappings().all()
             assert [{column: each.get(column) for column in row} for each in after] == [row], name
-        assert compare_metadata(MigrationContext.configure(conn), tables.metadata) == []
+    if empty.dialect.name == "sqlite":
+        new = request.getfixturevalue("engine")
+    else:
+        new = request.getfixturevalue("postgres_database").restore()
+    assert _catalog(empty) == _catalog(new)
 
 
-@pytest.mark.covers("CTRL-2")
-def test_launches_that_have_ended_lose_the_cloud_configs_of_their_tenants(empty: sa.Engine) -> None:
-    migrate(empty, "0051")
-    secret, ended = {"tenant_data": {"password": "s"}, "slots": [1]}, {"finished_at": 1.0}
-    with transaction(empty) as conn:
-        (tasks,) = [table for table in _tables(conn) if table.name == "tasks"]
-        row = _fill(conn, tasks) | {"parameters": secret}
-        conn.execute(sa.delete(tasks))
-        rows = {
-            "ended": {"kind": "slice.vm_provision", **ended},
-            "runs": {"kind": "slice.vm_provision", "finished_at": None, "state": "running"},
-            "other": {"kind": "slice.wipe", **ended},
-            "without": {"kind": "slice.vm_provision", **ended, "parameters": {"slots": [1]}},
+def _fork(work: Callable[[], object]) -> int:
+    """A process that does the work."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def _ends(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _catalog(engine: sa.Engine) -> dict[str, Any]:
+    """The schema of a database, without the order of columns and their defaults.
+
+    A column that a migration adds is the last one, and has a default for the rows that exist.
+    Writers give every value.
+    """
+    inspector = sa.inspect(engine)
+    catalog: dict[str, Any] = {}
+    for table in inspector.get_table_names():
+        catalog[table] = {
+            (column["name"], str(column["type"]), column["nullable"], str(column.get("computed")))
+            for column in inspector.get_columns(table)
         }
-        for id, changes in rows.items():
-            conn.execute(sa.insert(tasks).values(row | {"id": id} | changes))
-    migrate(empty)
-    with transaction(empty) as conn:
-        query = sa.select(tables.tasks.c.id, tables.tasks.c.parameters)
-        kept = {id: "tenant_data" in parameters for id, parameters in conn.execute(query)}
-    assert kept == {"ended": False, "runs": True, "other": True, "without": False}
-
-
-def test_long_results_of_reports_before_the_newest_become_counts(empty: sa.Engine) -> None:
-    migrate(empty, "0052")
-    # Not the same again and again, which PostgreSQL packs.
-    differences = [f"{uuid.uuid4()}" for _ in range(200)]
-    long, short = {"differences": differences, "skipped": []}, {"differences": ["x"]}
-    with transaction(empty) as conn:
-        (tasks,) = [table for table in _tables(conn) if table.name == "tasks"]
-        row = _fill(conn, tasks) | {"kind": "slice.drift_reconcile", "state": "succeeded"}
-        conn.execute(sa.delete(tasks))
-        for number in range(25):
-            values = {"id": f"{number}", "created_at": number, "result": long if number else short}
-            conn.execute(sa.insert(tasks).values(row | values))
-            report = {"kind": "node.parity", "id": f"1{number:02}"}
-            conn.execute(sa.insert(tasks).values(row | values | report))
-        conn.execute(sa.insert(tasks).values(row | {"id": "other", "kind": "x", "result": long}))
-    migrate(empty)
-    with transaction(empty) as conn:
-        query = sa.select(tables.tasks.c.id, tables.tasks.c.result)
-        results = {row.id: row.result for row in conn.execute(query)}
-    assert results.pop("0") == results.pop("100") == short and results.pop("other") == long
-    counts = {"counts": {"differences": 200, "skipped": 0}}
-    old = {id for id, result in results.items() if result == counts}
-    assert old == {*("1", "2", "3", "4"), *("101", "102", "103", "104")}
-    assert all(result == long for id, result in results.items() if id not in old)
+        catalog[f"{table} key"] = inspector.get_pk_constraint(table)["constrained_columns"]
+        catalog[f"{table} uniques"] = {
+            tuple(unique["column_names"]) for unique in inspector.get_unique_constraints(table)
+        }
+        catalog[f"{table} references"] = {
+            (*key["constrained_columns"], key["referred_table"], *key["referred_columns"])
+            for key in inspector.get_foreign_keys(table)
+        }
+        catalog[f"{table} checks"] = {
+            check["name"]: " ".join(check["sqltext"].split())
+            for check in inspector.get_check_constraints(table)
+        }
+    with engine.connect() as conn:
+        rows = conn.exec_driver_sql(TEXTS[engine.dialect.name])
+        return catalog | {name: " ".join(text.split()) for name, text in rows if text}
 
 
 def _tables(conn: sa.Connection) -> list[sa.Table]:
