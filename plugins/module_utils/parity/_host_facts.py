@@ -206,7 +206,12 @@ class Facts:
     def dead_gpus(self) -> list[str]:
         """GPUs of approved slots that are missing or silent. Only their own slots are blocked."""
         gpus = self._approved("gpu_pci_address")
-        return [gpu for gpu in gpus if gpu not in self.devices or not _pci.answers(gpu)]
+        return [gpu for gpu in gpus if gpu not in self.devices or gpu in self.silent]
+
+    @cached_property
+    def silent(self) -> set[str]:
+        """Devices of `passthrough` that are there and do not answer."""
+        return _pci.silent({*self.passthrough} & self.devices.keys())
 
     @cached_property
     def missing_devices(self) -> list[str]:
