@@ -82,12 +82,14 @@ class Switch:
                 yield from self.bridges
             case ["list-ports", bridge]:
                 yield from self.bridges[bridge]
-            case ["get", "Interface", port, "ofport"]:
-                yield from (str(number) for name, number in self._interfaces() if name == port)
             case ["find", "Bridge", name]:
                 bridge = name.removeprefix("name=")
                 mode = self.modes.get(bridge) or ["set", []]
                 yield _table(columns, [[mode]] if bridge in self.bridges else [])
+            case ["find", "Interface", name]:
+                ports = dict(self._interfaces())
+                number = ports.get(name.removeprefix("name="))
+                yield _table(columns, [] if number is None else [[number]])
             case ["list", "Interface"]:
                 yield _table(columns, [list(row) for row in self._interfaces()])
             case [_, "QoS", *_]:

@@ -35,6 +35,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _packet_limit,
     _port_filter,
     _slice_network,
+    _switch,
 )
 
 STEPS = (
@@ -125,10 +126,7 @@ def recorded() -> dict[str, Any]:
 def observe(params: Params, *, with_firewall: bool = True) -> State | None:
     """None without the bridge."""
     bridge = params["bridge"]
-    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
-    argv += ["--columns=fail_mode", "find", "Bridge", f"name={bridge}"]
-    argv += ["--", "--columns=name,ofport", "list", "Interface"]
-    modes, ports = (json.loads(line)["data"] for line in _command.run(argv).out.splitlines())
+    modes, ports = _switch.rows(("Bridge", "fail_mode", bridge), ("Interface", "name,ofport", ""))
     if not modes:
         return None
     numbers = {name: _flows.number(str(value)) for name, value in ports}

@@ -50,7 +50,10 @@ ADD = (
     'mac="02:67:73:70:72:62"',
 )
 DELETE = ("ovs-vsctl", "--timeout=10", "--if-exists", "del-port", "gsparity")
-NUMBER = ("ovs-vsctl", "--timeout=10", "--if-exists", "get", "Interface", "gsparity", "ofport")
+NUMBER = (
+    *("ovs-vsctl", "--timeout=10", "--format=json", "--columns=ofport"),
+    *("find", "Interface", "name=gsparity"),
+)
 _OFCTL = ("ovs-ofctl", "--protocols=OpenFlow13")
 METER = (*_OFCTL, "add-meter", "ovsbr0", "meter=1,pktps,stats,bands=type=drop,rate=200000")
 LOAD = (*_OFCTL, "--bundle", "add-flows", "ovsbr0", "-")
