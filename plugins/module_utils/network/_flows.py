@@ -348,18 +348,23 @@ def forget_connections(port: int) -> None:
     _switch.appctl("dpctl/flush-conntrack", f"zone={port}")
 
 
-def remove(bridge: str, cookie: str) -> None:
+def remove(bridge: str, cookie: str, *, port: int | None = None) -> None:
     """Delete the flows with this cookie, whose port then carries nothing, and the connections and
     the packet limit of that port.
+
+    port: its number, if the caller has loaded the flows with this cookie itself.
     """
-    flows = installed(bridge, cookie)
+    if port is None:
+        flows = installed(bridge, cookie)
+        ports, tables = _ports_of(flows), {flow.table for flow in flows}
+    else:
+        ports, tables = {port}, {*TABLES}
     # First, because only the flows tell a run that comes after a killed one which port it was.
-    for port in sorted(_ports_of(flows)):
-        forget_connections(port)
-        _packet_limit.remove(bridge, port)
+    for each in sorted(ports):
+        forget_connections(each)
+        _packet_limit.remove(bridge, each)
     # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
-    tables = sorted({flow.table for flow in flows})
-    lines = "".join(f"delete table={table},cookie={cookie}/-1\n" for table in tables)
+    lines = "".join(f"delete table={table},cookie={cookie}/-1\n" for table in sorted(tables))
     if lines:
         ofctl("--bundle", "add-flows", bridge, "-", stdin=lines)
 

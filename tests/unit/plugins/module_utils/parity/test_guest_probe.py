@@ -145,8 +145,8 @@ def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     build = [ADD, OUTSIDE, NUMBER, METER, LIMIT, LOAD, PURGE, INSIDE]
     assert host.calls[:8] == build
     remove = host.calls[8:]
-    assert remove[:2] == [DELETE, LOADED]
-    forget = [call[2] for call in remove[2:]]
+    assert remove[0] == DELETE
+    forget = [call[2] for call in remove[1:]]
     assert forget == ["dpctl/flush-conntrack", "del-meter", "--bundle"], "in one transaction"
     assert host.switch.meters == {}
     # It had a guest's guard, and may reach its targets, before it had an address.
@@ -167,7 +167,9 @@ def test_what_was_built_is_removed_when_a_step_fails(
     with pytest.raises(Refusal):
         _guest_probe.look(PROBE)
     after = host.calls[host.calls.index(step) + 1 :]
-    assert after[:3] == [DELETE, ("ip", "netns", "delete", "gsparity"), LOADED]
+    assert after[:2] == [DELETE, ("ip", "netns", "delete", "gsparity")]
+    # Before its own flows are loaded, a killed run may have left some for another port.
+    assert (LOADED in after) == (step != INSIDE)
     assert host.switch.bridges == {"ovsbr0": {}} and host.switch.flows == {"ovsbr0": []}
 
 
