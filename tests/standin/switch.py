@@ -68,11 +68,16 @@ class Switch:
         if name in ("nft", "iptables", "iptables-restore"):
             return (self._nft if name == "nft" else self._iptables)(words, stdin or "")
         if name == "unshare" and words[:3] == ["--net", "sh", "-c"]:
-            load, listing = words[3].split(" && ")
+            load, *listings = words[3].split(" && ")
             elsewhere = Switch()
             assert load == "nft -f -", words
             loaded = elsewhere.answer(load.split(), stdin)
-            return elsewhere.answer(listing.split()) if loaded[0] == 0 else loaded
+            shown = [
+                (0, "\0", "") if listing == r"printf '\0'" else elsewhere.answer(listing.split())
+                for listing in listings
+            ]
+            failed = [answer for answer in (loaded, *shown) if answer[0]]
+            return failed[0] if failed else (0, "".join(out for _code, out, _error in shown), "")
         raise Unknown(" ".join(argv))
 
     def _vsctl(self, words: list[str]) -> Iterator[str]:

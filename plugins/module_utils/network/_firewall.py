@@ -173,9 +173,13 @@ def refused() -> dict[str, Counter[str]]:
     return by_port
 
 
+def table(text: str) -> _nft.Table:
+    return (text, *_LIST)
+
+
 def normalized(text: str) -> str:
     """The table as the kernel would print it."""
-    return _nft.as_listed(text, *_LIST)
+    return _nft.as_listed(table(text))
 
 
 def remove() -> None:

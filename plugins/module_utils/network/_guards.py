@@ -14,6 +14,7 @@ import dataclasses
 import ipaddress
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -137,25 +138,54 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
         for cookie, guard in guards.items()
         if numbers.get(guard.port) and guard.bridge == bridge
     }
-    filters = connections = None
-    limited = True
-    if with_firewall:
-        # First, because it names a kernel that cannot count connections, as the firewall does too.
-        limited = _host_connections.normalized(bridge) == _host_connections.installed()
-        connections = _flows.connection_limits()
-        filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
+    with ThreadPoolExecutor(1) as beside:
+        # Both take several programs, and no table of nft depends on the switch.
+        tables = beside.submit(_tables, params, guards) if with_firewall else None
+        limits, flows = _packet_limit.installed(bridge), _flows.every(bridge)
+        connections = _flows.connection_limits() if with_firewall else None
+    limited, filters, firewall = tables.result() if tables else (True, None, True)
     return State(
         secure=modes[0][0] == "secure",
         ports=numbers,
-        limits=_packet_limit.installed(bridge),
-        flows=_flows.every(bridge),
+        limits=limits,
+        flows=flows,
         guards=guards,
         expected={_flows.BASE_COOKIE: _flows.BASE, **expected},
-        firewall=not with_firewall
-        or _firewall.installed() == _firewall.normalized(_rules(params, guards)),
+        firewall=firewall,
         filters=filters,
         connections=connections,
         limited=limited,
+    )
+
+
+def _tables(
+    params: Params, guards: Mapping[str, _flows.Guard]
+) -> tuple[bool, dict[str, str], bool]:
+    """Whether the connections are limited, text of each filter, whether the firewall is loaded."""
+    _prepare(params, guards)
+    bridge = params["bridge"]
+    # First, because it names a kernel that cannot count connections, as the firewall does too.
+    limited = _host_connections.normalized(bridge) == _host_connections.installed()
+    filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
+    firewall = _firewall.installed() == _firewall.normalized(_rules(params, guards))
+    return limited, filters, firewall
+
+
+def prepare(params: Params) -> None:
+    """Have the kernel print the tables that `observe` compares with its own. They depend on the
+    kept guards alone.
+    """
+    _prepare(params, _with_probe(params))
+
+
+def _prepare(params: Params, guards: Mapping[str, _flows.Guard]) -> None:
+    guests = [guard for guard in guards.values() if guard.allocation_id != _flows.PROBE_ID]
+    _nft.prepare(
+        [
+            _host_connections.table(params["bridge"]),
+            _firewall.table(_rules(params, guards)),
+            *map(_port_filter.table, guests),
+        ]
     )
 
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
+# Text of a table, and the words of the command that lists it.
+Table = tuple[str, ...]
+# What the kernel prints of tables, for the guards of all slices of a host.
+_PRINTED: dict[Table, str] = {}
+_MOST = 64
+# Between the outputs of several commands, none of which contains it, and between the commands.
+_END, _NEXT = "\0", r" && printf '\0' && "
+
 
 def load(text: str) -> None:
     # A table may differ only because nft was upgraded, and prints it in another way since.
-    as_listed.cache_clear()
+    forget()
     _command.run(["nft", "-f", "-"], stdin=text)
+
+
+def forget() -> None:
+    """Have the kernel print all tables again."""
+    _PRINTED.clear()
 
 
 def without(family: str, table: str) -> str:
@@ -32,9 +45,33 @@ def listed(command: list[str]) -> str | None:
     return printed.out if printed.rc == 0 else None
 
 
-# For the guards of all slices of a host.
-@lru_cache(maxsize=64)
-def as_listed(text: str, *command: str) -> str:
+def as_listed(table: Table) -> str:
     """What the command would print of a table, from an empty network namespace of its own."""
-    argv = ["unshare", "--net", "sh", "-c", f"nft -f - && {' '.join(command)}"]
-    return _command.run(argv, stdin=text).out
+    if table not in _PRINTED:
+        _print([table])
+    return _PRINTED[table]
+
+
+def prepare(tables: Iterable[Table]) -> None:
+    """Know what `as_listed` returns for tables of different names, by one start of the programs.
+
+    A table that the kernel refuses spoils the others, so each is then left to `as_listed`, which
+    names it.
+    """
+    due = [table for table in dict.fromkeys(tables) if table not in _PRINTED]
+    try:
+        if len(due) > 1:
+            _print(due)
+    except Refusal as refusal:
+        if refusal.code in ("command_timeout", "command_hung"):
+            raise
+
+
+def _print(tables: Sequence[Table]) -> None:
+    commands = list(dict.fromkeys(" ".join(command) for _text, *command in tables))
+    argv = ["unshare", "--net", "sh", "-c", f"nft -f - && {_NEXT.join(commands)}"]
+    out = _command.run(argv, stdin="".join(text for text, *_words in tables)).out
+    printed = dict(zip(commands, out.split(_END), strict=True))
+    if len(_PRINTED) > _MOST:
+        _PRINTED.clear()
+    _PRINTED.update({table: printed[" ".join(table[1:])] for table in tables})

@@ -66,6 +66,10 @@ def rules(guard: _flows.Guard, device: str = "") -> str:
     )
 
 
+def table(guard: _flows.Guard) -> _nft.Table:
+    return (rules(guard, "lo"), *_LIST)
+
+
 def installed() -> dict[str, tuple[str, dict[str, int]]]:
     """Text of the table and its counters, by port."""
     listed = _command.run(_LIST).out
@@ -80,8 +84,8 @@ def installed() -> dict[str, tuple[str, dict[str, int]]]:
 
 def normalized(guard: _flows.Guard) -> str:
     """The table as the kernel would print it."""
-    listed = _nft.as_listed(rules(guard, "lo"), *_LIST)
-    text = _COUNTER.sub(r"counter \1", _LISTED.findall(listed)[0][1])
+    tables = dict(_LISTED.findall(_nft.as_listed(table(guard))))
+    text = _COUNTER.sub(r"counter \1", tables[guard.port])
     # "lo" occurs only as the device, in whatever form a version of nft prints devices.
     return text.replace('"lo"', f'"{guard.port}"')
 

@@ -214,6 +214,8 @@ def ovs_bridge(facts: Facts) -> Verdict:
         problems.append(
             f"{name} has {', '.join(interface.addresses) or 'no address'}, not {address}"
         )
+    # Before the end of the guest probe, which the next lines wait for and which changes no table.
+    _guards.prepare(facts.network)
     # A successful guest probe already proves this, because its port was added to the bridge.
     if (
         facts.guest_problem
@@ -249,10 +251,11 @@ def _isolation(facts: Facts) -> list[str]:
         if not steps or time.monotonic() >= deadline:
             break
         time.sleep(1)
-    refusals = [
-        *_guards.lacking(facts.network["bridge"]),
-        *_guards.problems(facts.network, _flows.local_addresses()),
-    ]
+    refusals = _guards.problems(facts.network, _flows.local_addresses())
+    # The switch refuses the guard of a guest probe without connection tracking or meters, and
+    # `observe` refuses a kernel that cannot count connections.
+    if facts.guest_problem:
+        refusals = [*_guards.lacking(facts.network["bridge"]), *refusals]
     return [
         *map(str, refusals),
         *(f"isolation of the guests differs: {step.name} {step.subject}" for step in steps),

@@ -59,19 +59,15 @@ def vm_confined(facts: Facts) -> Verdict:
     """Every QEMU of a slice is confined by the kernel's security module, filtered by seccomp and
     not root, and libvirt starts no other. With pages of 1 GiB it may read what it needs for them.
     """
-    problems = _confinement.problems(_guests())
+    problems = _confinement.problems(facts.guests)
     if facts.profile["vm"].get("hugepages"):
         problems += _confinement.numa_problems()
     return verdict(problems, _confinement.security_module())
 
 
-def _guests() -> list[int]:
-    return sorted(_libvirt.processes(_object_names.PREFIX))
-
-
-def console_limit(_facts: Facts) -> Verdict:
+def console_limit(facts: Facts) -> Verdict:
     """A guest that writes to its console without end does not fill the host's disk."""
-    return verdict(_confinement.console_problems(_guests()), "virtlogd")
+    return verdict(_confinement.console_problems(facts.guests), "virtlogd")
 
 
 def ovmf(_facts: Facts) -> Verdict:

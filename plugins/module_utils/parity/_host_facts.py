@@ -16,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
     _host,
     _ledger,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -29,6 +30,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _slice_network,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check, _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
@@ -157,6 +159,11 @@ class Facts:
             return _block.usages(self.disks)
         except OSError:
             return {}
+
+    @cached_property
+    def guests(self) -> list[int]:
+        """QEMU processes of slices."""
+        return sorted(_libvirt.processes(_object_names.PREFIX))
 
     @cached_property
     def enrolment(self) -> dict[str, str]:

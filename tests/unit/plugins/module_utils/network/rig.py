@@ -297,7 +297,7 @@ def standing() -> Iterator[tuple[Rig, pytest.MonkeyPatch]]:
     folder = Path(tempfile.mkdtemp(prefix="rig"))
     patch = pytest.MonkeyPatch()
     # A stand-in for nft prints a table in another form.
-    _nft.as_listed.cache_clear()
+    _nft.forget()
     try:
         patch.setattr(_host, "ROOT", folder / "root")
         commands_on(folder, f"rig{os.getpid()}-host", patch)
@@ -305,7 +305,7 @@ def standing() -> Iterator[tuple[Rig, pytest.MonkeyPatch]]:
             yield rig, patch
     finally:
         patch.undo()
-        _nft.as_listed.cache_clear()
+        _nft.forget()
         shutil.rmtree(folder)
 
 

@@ -19,6 +19,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
     _guards,
     _host_connections,
+    _nft,
     _nvlink,
     _packet_limit,
     _port_filter,
@@ -157,6 +158,35 @@ def test_the_daemons_answer_as_their_programs_do(rig: Rig, monkeypatch: pytest.M
         _switch.appctl("dpctl/ct-set-limits", "zone=1")
     with pytest.raises(Refusal, match="command_failed"):
         _switch.rows(("Interface", "nonsense", ""))
+
+
+def test_one_start_of_nft_prints_all_tables(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, starts = _command.run, []
+
+    def run(argv: Any, **options: Any) -> Any:
+        starts.extend(word for word in argv[:1] if word == "unshare")
+        return real(argv, **options)
+
+    def compared() -> int:
+        """Starts that a comparison takes."""
+        _nft.forget()
+        starts.clear()
+        assert _guards.plan(rigs.NETWORK, _guards.observe(rigs.NETWORK)) == []
+        return len(starts)
+
+    monkeypatch.setattr(_command, "run", run)
+    assert compared() == 1
+    # Each by itself is printed in the same way: firewall, connections, and the filters of A and B.
+    with monkeypatch.context() as patch:
+        patch.setattr(_nft, "prepare", lambda _tables: None)
+        assert compared() == 4
+    wrong = _host_connections._TEXT.replace("set full", "set full nonsense")
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_connections, "_TEXT", wrong)
+        _nft.forget()
+        _guards.prepare(rigs.NETWORK)
+        with pytest.raises(Refusal, match="connection_limit_missing"):
+            _guards.observe(rigs.NETWORK)
 
 
 def lose_flows(rig: Rig) -> None:

@@ -37,7 +37,7 @@ IP = "10.100.0.10"
 def rig() -> Iterator[Rig]:
     with rigs.standing() as (machines, patch):
         patch.setattr(_flows, "CONNECTIONS", LIMIT)
-        _nft.as_listed.cache_clear()
+        _nft.forget()
         machines.restore()
         yield machines
 
@@ -230,6 +230,6 @@ def test_a_kernel_that_cannot_count_connections_is_named(monkeypatch: pytest.Mon
         raise Refusal("command_failed", expected="0", found="Could not process rule", remedy="")
 
     monkeypatch.setattr(_command, "run", run)
-    _nft.as_listed.cache_clear()
+    _nft.forget()
     with pytest.raises(Refusal, match=r"connection_limit_missing.*Could not process rule"):
         _host_connections.normalized("ovsbr0")
