@@ -354,17 +354,18 @@ def remove(bridge: str, cookie: str, *, port: int | None = None) -> None:
 
     port: its number, if the caller has loaded the flows with this cookie itself.
     """
-    if port is None:
-        flows = installed(bridge, cookie)
-        ports, tables = _ports_of(flows), {flow.table for flow in flows}
-    else:
-        ports, tables = {port}, {*TABLES}
+    flows = frozenset() if port else installed(bridge, cookie)
     # First, because only the flows tell a run that comes after a killed one which port it was.
-    for each in sorted(ports):
+    for each in sorted({port} if port else _ports_of(flows)):
         forget_connections(each)
         _packet_limit.remove(bridge, each)
+    if int(cookie, 16):
+        if port or flows:
+            ofctl("del-flows", bridge, f"cookie={cookie}/-1")
+        return
     # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
-    lines = "".join(f"delete table={table},cookie={cookie}/-1\n" for table in sorted(tables))
+    tables = sorted({flow.table for flow in flows})
+    lines = "".join(f"delete table={table},cookie={cookie}/-1\n" for table in tables)
     if lines:
         ofctl("--bundle", "add-flows", bridge, "-", stdin=lines)
 

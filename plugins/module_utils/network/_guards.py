@@ -54,6 +54,7 @@ ROUND_S = PERIOD_S * (SELDOM + 1)
 LEAST_RATE, HIGHEST_RATE = 1_000, 100_000_000
 
 Params = Mapping[str, Any]
+Tables = tuple[bool, Mapping[str, str], bool]
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,10 @@ def recorded() -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def observe(params: Params, *, with_firewall: bool = True) -> State | None:
-    """None without the bridge."""
+def observe(
+    params: Params, *, with_firewall: bool = True, read: Tables | None = None
+) -> State | None:
+    """None without the bridge. read: the tables of nft, if the caller has just read them."""
     bridge = params["bridge"]
     modes, ports = _switch.rows(("Bridge", "fail_mode", bridge), ("Interface", "name,ofport", ""))
     if not modes:
@@ -140,10 +143,11 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
     }
     with ThreadPoolExecutor(1) as beside:
         # Both take several programs, and no table of nft depends on the switch.
-        tables = beside.submit(_tables, params, guards) if with_firewall else None
+        unread = with_firewall and read is None
+        reading = beside.submit(tables, params, guards) if unread else None
         limits, flows = _packet_limit.installed(bridge), _flows.every(bridge)
         connections = _flows.connection_limits() if with_firewall else None
-    limited, filters, firewall = tables.result() if tables else (True, None, True)
+    limited, filters, firewall = reading.result() if reading else read or (True, None, True)
     return State(
         secure=modes[0][0] == "secure",
         ports=numbers,
@@ -158,35 +162,20 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
     )
 
 
-def _tables(
-    params: Params, guards: Mapping[str, _flows.Guard]
-) -> tuple[bool, dict[str, str], bool]:
-    """Whether the connections are limited, text of each filter, whether the firewall is loaded."""
-    _prepare(params, guards)
-    bridge = params["bridge"]
+def tables(params: Params, guards: Mapping[str, _flows.Guard] | None = None) -> Tables:
+    """Whether the connections are limited, text of each filter, whether the firewall is loaded.
+
+    guards: those that may be loaded, if the caller has read them.
+    """
+    bridge, guards = params["bridge"], guards or _with_probe(params)
+    firewall = _rules(params, guards)
+    guests = [guard for guard in guards.values() if guard.allocation_id != _flows.PROBE_ID]
+    own = (_host_connections.table(bridge), _firewall.table(firewall))
+    _nft.prepare([*own, *map(_port_filter.table, guests)])
     # First, because it names a kernel that cannot count connections, as the firewall does too.
     limited = _host_connections.normalized(bridge) == _host_connections.installed()
     filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
-    firewall = _firewall.installed() == _firewall.normalized(_rules(params, guards))
-    return limited, filters, firewall
-
-
-def prepare(params: Params) -> None:
-    """Have the kernel print the tables that `observe` compares with its own. They depend on the
-    kept guards alone.
-    """
-    _prepare(params, _with_probe(params))
-
-
-def _prepare(params: Params, guards: Mapping[str, _flows.Guard]) -> None:
-    guests = [guard for guard in guards.values() if guard.allocation_id != _flows.PROBE_ID]
-    _nft.prepare(
-        [
-            _host_connections.table(params["bridge"]),
-            _firewall.table(_rules(params, guards)),
-            *map(_port_filter.table, guests),
-        ]
-    )
+    return limited, filters, _firewall.installed() == _firewall.normalized(firewall)
 
 
 def plan(params: Params, state: State | None) -> list[_change.Step]:

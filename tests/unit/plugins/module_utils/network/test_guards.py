@@ -184,7 +184,6 @@ def test_one_start_of_nft_prints_all_tables(rig: Rig, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(_host_connections, "_TEXT", wrong)
         _nft.forget()
-        _guards.prepare(rigs.NETWORK)
         with pytest.raises(Refusal, match="connection_limit_missing"):
             _guards.observe(rigs.NETWORK)
 

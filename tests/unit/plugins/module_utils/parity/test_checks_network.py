@@ -496,7 +496,7 @@ def test_a_linux_bridge_of_the_right_name_is_not_enough(
 ) -> None:
     parity.shown(("ovsbr0", "10.100.0.1/24"))
     guest(monkeypatch, Refusal("command_failed", expected="", found="no bridge", remedy=""))
-    monkeypatch.setattr(_guards, "prepare", lambda _network: None)
+    monkeypatch.setattr(_guards, "tables", lambda _network: None)
     script.on("ovs-vsctl", "--timeout=10", "br-exists", "ovsbr0", rc=2)
     result = _checks_network.ovs_bridge(parity.facts())
     assert result.detail == "ovsbr0 is no bridge of Open vSwitch"

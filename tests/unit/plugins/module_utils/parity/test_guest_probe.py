@@ -115,7 +115,7 @@ def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     remove = host.calls[11:]
     assert remove[0] == DELETE
     forget = [call[2] for call in remove[1:]]
-    assert forget == ["dpctl/flush-conntrack", "del-meter", "--bundle"], "in one transaction"
+    assert forget == ["dpctl/flush-conntrack", "del-meter", "del-flows"], "in one transaction"
     assert host.switch.meters == {}
     # It had a guest's guard, and may reach its targets, before it had an address.
     guard = _guards.probe_guard(NETWORK)
