@@ -15,8 +15,6 @@ PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
 # Longest detail in characters, so that a host that answers with megabytes cannot fill a record.
 _LONGEST = 2000
-# What a look at a host raises where it finds something else than a host of ours has.
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def _look(examine: Callable[[Facts], Verdict], facts: Facts) -> Verdict:
         return examine(facts)
     except Refusal as refusal:
         return failed(f"{refusal.code}: {refusal.found}")
-    except UNREADABLE as problem:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
         return failed(f"the check could not look: {type(problem).__name__}: {problem}")
 
 

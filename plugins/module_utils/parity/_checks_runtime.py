@@ -14,7 +14,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _hugepages,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _command,
     _host,
     _ledger,
     _object_names,
@@ -41,10 +40,9 @@ _PROGRAMS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbi
 _LEAST_FREE_BYTES = 2 << 30
 
 
-def libvirt(_facts: Facts) -> Verdict:
+def libvirt(facts: Facts) -> Verdict:
     """The libvirt daemon answers and offers a hypervisor."""
-    out = _command.run(["virsh", "-q", "-c", "qemu:///system", "version"], timeout=120).out
-    rows = dict(row.partition(":")[::2] for row in out.splitlines())
+    rows = dict(row.partition(":")[::2] for row in facts.libvirt_version.splitlines())
     running = str(rows.get("Running hypervisor", "")).strip()
     return passed(running) if running else failed("libvirt answers without a hypervisor")
 

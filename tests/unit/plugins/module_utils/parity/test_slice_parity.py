@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -220,6 +221,7 @@ class Programs:
 
     def __init__(self, script: Any, sockets: Path) -> None:
         self.started: Counter[str] = Counter()
+        self.beside: set[str] = set()
         self.switch = FakeSwitch()
         self.switch.add_bridge()
         self._others = netplan.before(script.run)
@@ -229,6 +231,8 @@ class Programs:
     def run(self, argv: Sequence[str], **options: Any) -> _command.Result:
         name = argv[0]
         self.started[name] += 1
+        if threading.current_thread() is not threading.main_thread():
+            self.beside.add(name)
         if name == "unshare":
             self.started["nft"] += argv[-1].count("nft ")
         if name in (*PROGRAMS, "iptables"):
@@ -283,6 +287,7 @@ def test_a_whole_run_starts_few_programs(
     script.on("dnsmasq", "--test", "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new")
     script.on("virsh", "-q", "-c", "qemu:///system", "version", out="Running hypervisor: QEMU\n")
     programs.started.clear()
+    programs.beside.clear()
     _nft.forget()
     report = run(parity, "slice", slots=slots)
     shown = {row["check"]: f"{row['status']} {row['detail']}" for row in report["checks"]}
@@ -291,5 +296,7 @@ def test_a_whole_run_starts_few_programs(
     assert shown["guest_tcp"] == "FAIL stops"
     assert "does not answer" not in shown["vfio_binding"]
     assert dict(programs.started) == STARTED
+    # The guest's programs, and libvirt, whose daemon may have to start.
+    assert programs.beside == {"ovs-vsctl", "ovs-ofctl", "ip", "virsh"}
     # All devices are read in one child.
     assert len(children) == 1
