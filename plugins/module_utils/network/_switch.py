@@ -1,7 +1,7 @@
 """Questions to the daemons of Open vSwitch, on the sockets that ovs-appctl and ovs-vsctl use.
 
 A program for a question takes ten times as long as its answer, and the guardian asks every two
-seconds. Only the programs change the database. Where nothing listens, the program says why.
+seconds. Only the programs change the database. Where a socket cannot be used, the program says why.
 """
 
 from __future__ import annotations
@@ -65,26 +65,29 @@ def _ask(
     params: Sequence[Any],
     take: Callable[[Any], Answer],
 ) -> Answer | None:
-    """What `take` makes of a JSON-RPC result; None if nothing listens on the socket of this name.
+    """What `take` makes of a JSON-RPC result; None if the socket of this name cannot be used.
 
     argv: the program with the same question, for the refusal.
     """
     end = time.monotonic() + ANSWER_S
-    with socket.socket(socket.AF_UNIX) as handle:
-        handle.settimeout(ANSWER_S)
-        try:
-            handle.connect(str(_host.path(f"{FOLDER}/{name}")))
-        except OSError:
-            return None
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX) as handle:
+            handle.settimeout(ANSWER_S)
+            try:
+                handle.connect(str(_host.path(f"{FOLDER}/{name}")))
+            except OSError:
+                return None
             request = {"id": 0, "method": method, "params": params}
             handle.sendall(json.dumps(request).encode())
             reply = _receive(handle, end)
             if not reply["error"]:
                 return take(reply["result"])
             problem = str(reply["error"])
-        except (OSError, ValueError, LookupError, TypeError) as broken:
-            problem = f"{type(broken).__name__}: {broken}"
+    except PermissionError:
+        # libvirt's hook is confined as libvirtd is, and the programs that it starts are not.
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as broken:
+        problem = f"{type(broken).__name__}: {broken}"
     raise Refusal(
         "command_failed",
         expected=f"Open vSwitch to answer `{' '.join(argv)}` within {ANSWER_S:g} s",

@@ -62,7 +62,8 @@ class Check(Generic[Facts]):
 
     examine: the condition on a slice host. baremetal: the condition on a bare-metal host; None when
     it does not matter there. restore: the remedy on bare metal; None when it is the same. soft: a
-    failure is a warning. begin: starts in the background what `examine` waits for.
+    failure is a warning. begin: starts in the background what `examine` waits for. Checks that
+    see what it changes have the same one.
     """
 
     name: str

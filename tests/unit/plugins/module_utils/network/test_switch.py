@@ -111,8 +111,15 @@ def test_a_row_that_the_database_refuses_is_no_empty_table(
         _switch.rows(PORTS)
 
 
-def test_where_nothing_listens_the_program_answers(
-    daemons: Callable[[Serve], None], script: Script
+class Forbidden(socket.socket):
+    """A socket as a security module may make one."""
+
+    def sendall(self, *_data: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+
+def test_where_the_socket_cannot_be_used_the_program_answers(
+    daemons: Callable[[Serve], None], script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script.on("ovs-appctl", "--timeout=0.5", "version", out="3.1.0\n")
     assert _switch.appctl("version") == "3.1.0\n"
@@ -120,3 +127,10 @@ def test_where_nothing_listens_the_program_answers(
     script.on(*limit, "--columns=name,ofport", "list", "Interface", rc=1, err="no database")
     with pytest.raises(Refusal, match="no database"):
         _switch.rows(PORTS)
+    serve = answer({"id": 0, "result": "from the socket", "error": None})
+    daemons(serve)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Forbidden)
+        assert _switch.appctl("version") == "3.1.0\n"
+    daemons(serve)
+    assert _switch.appctl("version") == "from the socket"
