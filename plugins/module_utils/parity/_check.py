@@ -80,6 +80,9 @@ def evaluate(
 ) -> list[dict[str, str]]:
     """Run every check once. A check that cannot read the host fails; it never passes by
     accident.
+
+    One after the other, beside what `begin` starts. Threads for more of them would not end sooner
+    on a host with two processors, and the checks need not mind each other.
     """
     outcomes, waiting = {}, []
     for check in checks:

@@ -57,7 +57,7 @@ def vm_confined(facts: Facts) -> Verdict:
     """Every QEMU of a slice is confined by the kernel's security module, filtered by seccomp and
     not root, and libvirt starts no other. With pages of 1 GiB it may read what it needs for them.
     """
-    problems = _confinement.problems(facts.guests)
+    problems = _confinement.problems(facts.qemu_pids)
     if facts.profile["vm"].get("hugepages"):
         problems += _confinement.numa_problems()
     return verdict(problems, _confinement.security_module())
@@ -65,7 +65,7 @@ def vm_confined(facts: Facts) -> Verdict:
 
 def console_limit(facts: Facts) -> Verdict:
     """A guest that writes to its console without end does not fill the host's disk."""
-    return verdict(_confinement.console_problems(facts.guests), "virtlogd")
+    return verdict(_confinement.console_problems(facts.qemu_pids), "virtlogd")
 
 
 def ovmf(_facts: Facts) -> Verdict:

@@ -140,7 +140,7 @@ class Facts:
             return {}
 
     @cached_property
-    def guests(self) -> list[int]:
+    def qemu_pids(self) -> list[int]:
         """QEMU processes of slices."""
         return sorted(_libvirt.processes(_object_names.PREFIX))
 
