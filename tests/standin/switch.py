@@ -71,12 +71,13 @@ class Switch:
             load, *listings = words[3].split(" && ")
             elsewhere = Switch()
             assert load == "nft -f -", words
-            answers = [elsewhere.answer(load.split(), stdin)]
-            for command in (text.split() for text in listings):
-                echo = (0, f"{command[-1]}\n", "")
-                answers.append(echo if command[0] == "echo" else elsewhere.answer(command))
-            failed = [answer for answer in answers if answer[0]]
-            return failed[0] if failed else (0, "".join(out for _rc, out, _err in answers), "")
+            loaded = elsewhere.answer(load.split(), stdin)
+            shown = [
+                (0, "\0", "") if listing == r"printf '\0'" else elsewhere.answer(listing.split())
+                for listing in listings
+            ]
+            failed = [answer for answer in (loaded, *shown) if answer[0]]
+            return failed[0] if failed else (0, "".join(out for _code, out, _error in shown), "")
         raise Unknown(" ".join(argv))
 
     def _vsctl(self, words: list[str]) -> Iterator[str]:
@@ -86,12 +87,14 @@ class Switch:
                 yield from self.bridges
             case ["list-ports", bridge]:
                 yield from self.bridges[bridge]
-            case ["get", "Interface", port, "ofport"]:
-                yield from (str(number) for name, number in self._interfaces() if name == port)
             case ["find", "Bridge", name]:
                 bridge = name.removeprefix("name=")
                 mode = self.modes.get(bridge) or ["set", []]
                 yield _table(columns, [[mode]] if bridge in self.bridges else [])
+            case ["find", "Interface", name]:
+                ports = dict(self._interfaces())
+                number = ports.get(name.removeprefix("name="))
+                yield _table(columns, [] if number is None else [[number]])
             case ["list", "Interface"]:
                 yield _table(columns, [list(row) for row in self._interfaces()])
             case [_, "QoS", *_]:

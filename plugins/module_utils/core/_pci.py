@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,6 +181,23 @@ def answers(address: str) -> bool:
         head = _bounded.call(lambda: _head(name), deadline=ANSWER_S)
     except (OSError, _bounded.Overdue):
         return False
+    return _is_answer(head)
+
+
+def silent(addresses: Iterable[str]) -> set[str]:
+    """Those of the functions that do not answer (`answers`), by one child process for all of them,
+    because a child takes longer than all the reads.
+    """
+    names = sorted(map(_checked, addresses))
+    try:
+        heads = _bounded.call(lambda: {name: _head(name) for name in names}, deadline=ANSWER_S)
+    except (OSError, _bounded.Overdue):
+        # The others of a function that fails or hangs may answer.
+        return {name for name in names if not answers(name)}
+    return {name for name in names if not _is_answer(heads[name])}
+
+
+def _is_answer(head: str) -> bool:
     return bool(bytes.fromhex(head).strip(b"\xff"))
 
 

@@ -30,6 +30,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _host_filter,
     _nat,
     _slice_network,
+    _switch,
 )
 
 # Code of the refusal of an Open vSwitch that does not answer.
@@ -118,7 +119,7 @@ def _bridges() -> tuple[list[str], str]:
         return [], "it does not run"
     try:
         # The database answers for the bridges, and the other daemon has their flows.
-        _command.run(["ovs-appctl", "--timeout=10", "version"])
+        _switch.appctl("version")
         return _slice_network.bridges(), ""
     except Refusal as refusal:
         return [], refusal.found

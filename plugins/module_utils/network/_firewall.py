@@ -173,13 +173,13 @@ def refused() -> dict[str, Counter[str]]:
     return by_port
 
 
-def listing(text: str) -> _nft.Listing:
-    return text, *_LIST
+def table(text: str) -> _nft.Table:
+    return (text, *_LIST)
 
 
 def normalized(text: str) -> str:
     """The table as the kernel would print it."""
-    return _nft.as_listed(*listing(text))
+    return _nft.as_listed(table(text))
 
 
 def remove() -> None:

@@ -21,7 +21,6 @@ bridge's own flows have their own cookie. `_firewall` filters again, in the host
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 import time
 from collections import Counter
@@ -38,6 +37,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _ingress,
     _packet_limit,
+    _switch,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network._packet_limit import ofctl
 
@@ -297,7 +297,7 @@ def load_of(
     flows = rules(guard, port, local_addresses, egress, ingress)
     # Both limits come before the flows, so that a run that ends in between leaves the port shut.
     _packet_limit.install(guard.bridge, port, egress.packets_per_second)
-    _appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
+    _switch.appctl("dpctl/ct-set-limits", f"zone={port},limit={CONNECTIONS}")
     return of_port(guard, port, flows)
 
 
@@ -313,7 +313,7 @@ def load(bridge: str, *loads: Load) -> None:
     lines = [line for each in loads for line in each.lines()]
     ofctl("--bundle", "add-flows", bridge, "-", stdin="\n".join(lines) + "\n")
     # The datapath caches decisions for up to half a second; for MPLS they were seen to stay.
-    _appctl("revalidator/purge")
+    _switch.appctl("revalidator/purge")
 
 
 def install(
@@ -333,30 +333,36 @@ def connection_limits() -> dict[int, int]:
     """Connections that each zone may hold, by number of its port; zones without a limit are left
     out.
     """
-    listed = _appctl("dpctl/ct-get-limits")
+    listed = _switch.appctl("dpctl/ct-get-limits")
     return {int(zone): int(limit) for zone, limit in _ZONE_LIMIT.findall(listed)}
 
 
 def tracks_connections(bridge: str) -> bool:
     """Whether the bridge's datapath has connection tracking with zones."""
-    features = _appctl("dpif/show-dp-features", bridge)
+    features = _switch.appctl("dpif/show-dp-features", bridge)
     return "CT state: Yes" in features and "CT zone: Yes" in features
 
 
 def forget_connections(port: int) -> None:
     """Delete the connections in the port's zone, for the next guest with this number."""
-    _appctl("dpctl/flush-conntrack", f"zone={port}")
+    _switch.appctl("dpctl/flush-conntrack", f"zone={port}")
 
 
-def remove(bridge: str, cookie: str) -> None:
+def remove(bridge: str, cookie: str, *, port: int | None = None) -> None:
     """Delete the flows with this cookie, whose port then carries nothing, and the connections and
     the packet limit of that port.
+
+    port: its number, if the caller has loaded the flows with this cookie itself.
     """
-    flows = installed(bridge, cookie)
+    flows = frozenset() if port else installed(bridge, cookie)
     # First, because only the flows tell a run that comes after a killed one which port it was.
-    for port in sorted(_ports_of(flows)):
-        forget_connections(port)
-        _packet_limit.remove(bridge, port)
+    for each in sorted({port} if port else _ports_of(flows)):
+        forget_connections(each)
+        _packet_limit.remove(bridge, each)
+    if int(cookie, 16):
+        if port or flows:
+            ofctl("del-flows", bridge, f"cookie={cookie}/-1")
+        return
     # By table, because Open vSwitch refuses to delete flows of its own, which have the cookie 0.
     tables = sorted({flow.table for flow in flows})
     lines = "".join(f"delete table={table},cookie={cookie}/-1\n" for table in tables)
@@ -374,19 +380,15 @@ def port_number(port: str) -> int | None:
     """OpenFlow number of a port; 0 before the switch assigns it, None if the port does
     not exist.
     """
-    argv = ["ovs-vsctl", "--timeout=10", "--if-exists", "get", "Interface", port, "ofport"]
-    text = _command.run(argv).out.strip()
-    if not text:
-        return None
-    return number(text)
+    (rows,) = _switch.rows(("Interface", "ofport", port))
+    return number(str(rows[0][0])) if rows else None
 
 
 def ports() -> dict[str, int]:
     """OpenFlow number of every port of the switch, on any bridge; 0 before the switch
     assigns it.
     """
-    argv = ["ovs-vsctl", "--timeout=10", "--format=json", "--columns=name,ofport"]
-    rows = json.loads(_command.run([*argv, "list", "Interface"]).out)["data"]
+    (rows,) = _switch.rows(("Interface", "name,ofport", ""))
     return {name: number(str(value)) for name, value in rows}
 
 
@@ -481,10 +483,6 @@ def _parse(line: str) -> Flow:
 def _field_order(field: str) -> tuple[bool, str]:
     """Sort key: the protocol comes first, because the other fields are only valid under it."""
     return ("=" in field, field)
-
-
-def _appctl(*arguments: str) -> str:
-    return _command.run(["ovs-appctl", "--timeout=10", *arguments], timeout=30).out
 
 
 def _new(match: str) -> Flow:

@@ -14,6 +14,7 @@ import dataclasses
 import ipaddress
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _packet_limit,
     _port_filter,
     _slice_network,
+    _switch,
 )
 
 STEPS = (
@@ -54,6 +56,7 @@ ROUND_S = PERIOD_S * (SELDOM + 1)
 LEAST_RATE, HIGHEST_RATE = 1_000, 100_000_000
 
 Params = Mapping[str, Any]
+Tables = tuple[bool, Mapping[str, str], bool]
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,12 @@ def recorded() -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def observe(params: Params, *, with_firewall: bool = True) -> State | None:
-    """None without the bridge."""
+def observe(
+    params: Params, *, with_firewall: bool = True, read: Tables | None = None
+) -> State | None:
+    """None without the bridge. read: the tables of nft, if the caller has just read them."""
     bridge = params["bridge"]
-    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
-    argv += ["--columns=fail_mode", "find", "Bridge", f"name={bridge}"]
-    argv += ["--", "--columns=name,ofport", "list", "Interface"]
-    modes, ports = (json.loads(line)["data"] for line in _command.run(argv).out.splitlines())
+    modes, ports = _switch.rows(("Bridge", "fail_mode", bridge), ("Interface", "name,ofport", ""))
     if not modes:
         return None
     numbers = {name: _flows.number(str(value)) for name, value in ports}
@@ -141,32 +143,41 @@ def observe(params: Params, *, with_firewall: bool = True) -> State | None:
         for cookie, guard in guards.items()
         if numbers.get(guard.port) and guard.bridge == bridge
     }
-    filters = connections = None
-    limited = True
-    if with_firewall:
-        filtered = [guards[c] for c in expected if guards[c].allocation_id != _flows.PROBE_ID]
-        _nft.prepare(
-            _host_connections.listing(bridge),
-            _firewall.listing(_rules(params, guards)),
-            *map(_port_filter.listing, filtered),
-        )
-        # First, because it names a kernel that cannot count connections, as the firewall does too.
-        limited = _host_connections.normalized(bridge) == _host_connections.installed()
-        connections = _flows.connection_limits()
-        filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
+    with ThreadPoolExecutor(1) as beside:
+        # Both take several programs, and no table of nft depends on the switch.
+        unread = with_firewall and read is None
+        reading = beside.submit(tables, params, guards) if unread else None
+        limits, flows = _packet_limit.installed(bridge), _flows.every(bridge)
+        connections = _flows.connection_limits() if with_firewall else None
+    limited, filters, firewall = reading.result() if reading else read or (True, None, True)
     return State(
         secure=modes[0][0] == "secure",
         ports=numbers,
-        limits=_packet_limit.installed(bridge),
-        flows=_flows.every(bridge),
+        limits=limits,
+        flows=flows,
         guards=guards,
         expected={_flows.BASE_COOKIE: _flows.BASE, **expected},
-        firewall=not with_firewall
-        or _firewall.installed() == _firewall.normalized(_rules(params, guards)),
+        firewall=firewall,
         filters=filters,
         connections=connections,
         limited=limited,
     )
+
+
+def tables(params: Params, guards: Mapping[str, _flows.Guard] | None = None) -> Tables:
+    """Whether the connections are limited, text of each filter, whether the firewall is loaded.
+
+    guards: those that may be loaded, if the caller has read them.
+    """
+    bridge, guards = params["bridge"], guards or _with_probe(params)
+    firewall = _rules(params, guards)
+    guests = [guard for guard in guards.values() if guard.allocation_id != _flows.PROBE_ID]
+    own = (_host_connections.table(bridge), _firewall.table(firewall))
+    _nft.prepare([*own, *map(_port_filter.table, guests)])
+    # First, because it names a kernel that cannot count connections, as the firewall does too.
+    limited = _host_connections.normalized(bridge) == _host_connections.installed()
+    filters = {port: text for port, (text, _counters) in _port_filter.installed().items()}
+    return limited, filters, _firewall.installed() == _firewall.normalized(firewall)
 
 
 def plan(params: Params, state: State | None) -> list[_change.Step]:

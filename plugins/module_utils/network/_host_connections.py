@@ -86,8 +86,12 @@ def rules(bridge: str) -> str:
     ways = (("from", "saddr"), ("to", "daddr"))
     limit = _flows.CONNECTIONS
     chains = "".join(_OF_GUEST.format(way=way, field=field, limit=limit) for way, field in ways)
-    table = _TEXT.format(table=TABLE, pause=PAUSE_MS, chains=chains, bridge=bridge)
-    return _nft.without("inet", TABLE) + table
+    text = _TEXT.format(table=TABLE, pause=PAUSE_MS, chains=chains, bridge=bridge)
+    return _nft.without("inet", TABLE) + text
+
+
+def table(bridge: str) -> _nft.Table:
+    return (rules(bridge), *_LIST)
 
 
 def installed() -> str | None:
@@ -95,14 +99,10 @@ def installed() -> str | None:
     return _nft.listed(_LIST)
 
 
-def listing(bridge: str) -> _nft.Listing:
-    return rules(bridge), *_LIST
-
-
 def normalized(bridge: str) -> str:
     """The table as the kernel would print it, or a refusal of a kernel that cannot count."""
     try:
-        return _nft.as_listed(*listing(bridge))
+        return _nft.as_listed(table(bridge))
     except Refusal as refusal:
         if refusal.code != "command_failed":
             raise

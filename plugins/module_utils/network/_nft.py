@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
-# A table's text and the command that prints it.
-Listing = tuple[str, ...]
-# What the command prints. For the guards of all slices of a host.
-_PRINTED: dict[Listing, str] = {}
-_MOST, _BETWEEN = 64, "----"
+# Text of a table, and the words of the command that lists it.
+Table = tuple[str, ...]
+# What the kernel prints of tables, for the guards of all slices of a host.
+_PRINTED: dict[Table, str] = {}
+_MOST = 64
+# Between the outputs of several commands, none of which contains it, and between the commands.
+_END, _NEXT = "\0", r" && printf '\0' && "
 
 
 def load(text: str) -> None:
     # A table may differ only because nft was upgraded, and prints it in another way since.
-    forget_printed()
+    forget()
     _command.run(["nft", "-f", "-"], stdin=text)
+
+
+def forget() -> None:
+    """Have the kernel print all tables again."""
+    _PRINTED.clear()
 
 
 def without(family: str, table: str) -> str:
@@ -36,33 +45,33 @@ def listed(command: list[str]) -> str | None:
     return printed.out if printed.rc == 0 else None
 
 
-def as_listed(*listing: str) -> str:
+def as_listed(table: Table) -> str:
     """Output of the command for a table, loaded in an empty network namespace."""
-    if listing not in _PRINTED:
-        _print([listing])
-    return _PRINTED[listing]
+    if table not in _PRINTED:
+        _print([table])
+    return _PRINTED[table]
 
 
-def prepare(*listings: Listing) -> None:
-    """Have several tables printed in one namespace, for calls of `as_listed`."""
-    if missing := [listing for listing in listings if listing not in _PRINTED]:
-        try:
-            _print(missing)
-        except Refusal as refusal:
-            # `as_listed` names the table that the kernel refuses.
-            if refusal.code != "command_failed":
-                raise
+def prepare(tables: Iterable[Table]) -> None:
+    """Have tables of different names printed by one start of the programs, for `as_listed`.
+
+    A table that the kernel refuses spoils the others, so each is then left to `as_listed`, which
+    names it.
+    """
+    due = [table for table in dict.fromkeys(tables) if table not in _PRINTED]
+    try:
+        if len(due) > 1:
+            _print(due)
+    except Refusal as refusal:
+        if refusal.code in ("command_timeout", "command_hung"):
+            raise
 
 
-def forget_printed() -> None:
-    _PRINTED.clear()
-
-
-def _print(listings: list[Listing]) -> None:
-    if len(_PRINTED) + len(listings) > _MOST:
-        forget_printed()
-    commands = [" ".join(command) for _text, *command in listings]
-    shell = " && ".join(["nft -f -", f" && echo {_BETWEEN} && ".join(commands)])
-    texts = "".join(text for text, *_words in listings)
-    printed = _command.run(["unshare", "--net", "sh", "-c", shell], stdin=texts).out
-    _PRINTED.update(zip(listings, printed.split(f"{_BETWEEN}\n"), strict=True))
+def _print(tables: Sequence[Table]) -> None:
+    commands = list(dict.fromkeys(" ".join(command) for _text, *command in tables))
+    argv = ["unshare", "--net", "sh", "-c", f"nft -f - && {_NEXT.join(commands)}"]
+    out = _command.run(argv, stdin="".join(text for text, *_words in tables)).out
+    printed = dict(zip(commands, out.split(_END), strict=True))
+    if len(_PRINTED) > _MOST:
+        _PRINTED.clear()
+    _PRINTED.update({table: printed[" ".join(table[1:])] for table in tables})

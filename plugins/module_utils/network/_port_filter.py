@@ -66,6 +66,10 @@ def rules(guard: _flows.Guard, device: str = "") -> str:
     )
 
 
+def table(guard: _flows.Guard) -> _nft.Table:
+    return (rules(guard, "lo"), *_LIST)
+
+
 def installed() -> dict[str, tuple[str, dict[str, int]]]:
     """Text of the table and its counters, by port."""
     listed = _command.run(_LIST).out
@@ -78,13 +82,9 @@ def installed() -> dict[str, tuple[str, dict[str, int]]]:
     }
 
 
-def listing(guard: _flows.Guard) -> _nft.Listing:
-    return rules(guard, "lo"), *_LIST
-
-
 def normalized(guard: _flows.Guard) -> str:
     """The table as the kernel would print it."""
-    tables = dict(_LISTED.findall(_nft.as_listed(*listing(guard))))
+    tables = dict(_LISTED.findall(_nft.as_listed(table(guard))))
     text = _COUNTER.sub(r"counter \1", tables[guard.port])
     # "lo" occurs only as the device, in whatever form a version of nft prints devices.
     return text.replace('"lo"', f'"{guard.port}"')

@@ -15,8 +15,6 @@ PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
 # Longest detail in characters, so that a host that answers with megabytes cannot fill a record.
 _LONGEST = 2000
-# Errors of a check on a host whose files and programs have an unexpected form.
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,8 @@ class Check(Generic[Facts]):
 
     examine: the condition on a slice host. baremetal: the condition on a bare-metal host; None when
     it does not matter there. restore: the remedy on bare metal; None when it is the same. soft: a
-    failure is a warning. begin: starts in the background what `examine` waits for.
+    failure is a warning. begin: starts in the background what `examine` waits for. Checks that
+    see what it changes have the same one.
     """
 
     name: str
@@ -81,6 +80,9 @@ def evaluate(
 ) -> list[dict[str, str]]:
     """Run every check once. A check that cannot read the host fails; it never passes by
     accident.
+
+    One after the other, beside what `begin` starts. Threads for more of them would not end sooner
+    on a host with two processors, and the checks need not mind each other.
     """
     outcomes, waiting = {}, []
     for check in checks:
@@ -120,7 +122,7 @@ def _look(examine: Callable[[Facts], Verdict], facts: Facts) -> Verdict:
         return examine(facts)
     except Refusal as refusal:
         return failed(f"{refusal.code}: {refusal.found}")
-    except UNREADABLE as problem:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
         return failed(f"the check could not look: {type(problem).__name__}: {problem}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _host,
     _pci,
 )
+from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import (
     _function_guards,
     _ipoib_address,
@@ -213,6 +215,10 @@ def ovs_bridge(facts: Facts) -> Verdict:
         problems.append(
             f"{name} has {', '.join(interface.addresses) or 'no address'}, not {address}"
         )
+    # The guest probe, for which the next lines wait, changes no table of nft.
+    tables = None
+    with contextlib.suppress(Refusal):  # the next read names it
+        tables = _guards.tables(facts.network)
     # A successful guest probe already proves this, because its port was added to the bridge.
     if (
         facts.guest_problem
@@ -220,7 +226,7 @@ def ovs_bridge(facts: Facts) -> Verdict:
     ):
         problems.append(f"{name} is no bridge of Open vSwitch")
         return verdict(problems, "")
-    problems += _isolation(facts)
+    problems += _isolation(facts, tables)
     if not facts.guest_problem:
         problems += _guard(facts.guest.forged)
     return verdict(problems, f"{name} {address}, fails closed, flows and firewall as they must be")
@@ -233,7 +239,7 @@ def _guard(forged: Sequence[str] | None) -> list[str]:
     return [f"the guard of a guest lets forged frames pass: {', '.join(forged)}"] if forged else []
 
 
-def _isolation(facts: Facts) -> list[str]:
+def _isolation(facts: Facts, tables: _guards.Tables | None = None) -> list[str]:
     """Differences of fail mode, flows and firewall from those that the slices' guards require.
 
     A slice may start or end meanwhile, or an ingress rule expire, so a difference counts only if
@@ -241,17 +247,19 @@ def _isolation(facts: Facts) -> list[str]:
     """
     deadline = time.monotonic() + _guards.ROUND_S
     while True:
-        state = _guards.observe(facts.network)
+        state = _guards.observe(facts.network, read=tables)
+        tables = None
         if state is None:
             return []
         steps = _guards.plan(facts.network, state)
         if not steps or time.monotonic() >= deadline:
             break
         time.sleep(1)
-    refusals = [
-        *_guards.lacking(facts.network["bridge"]),
-        *_guards.problems(facts.network, _flows.local_addresses()),
-    ]
+    refusals = _guards.problems(facts.network, _flows.local_addresses())
+    # The switch refuses the guard of a guest probe without connection tracking or meters, and
+    # `observe` refuses a kernel that cannot count connections.
+    if facts.guest_problem:
+        refusals = [*_guards.lacking(facts.network["bridge"]), *refusals]
     return [
         *map(str, refusals),
         *(f"isolation of the guests differs: {step.name} {step.subject}" for step in steps),

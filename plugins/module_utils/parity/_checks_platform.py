@@ -179,7 +179,7 @@ def vfio_binding(facts: Facts) -> Verdict:
             problems.append(f"{address} is not there")
         elif device.driver != _pci.VFIO:
             problems.append(f"{address} is on {device.driver or 'no driver'}")
-        elif not _pci.answers(address):
+        elif address in facts.silent:
             problems.append(f"{address} does not answer")
     problems += facts.not_at_boot(_boot_units.BINDING) + facts.not_at_boot(_boot_units.CLAIM)
     path = _boot_units.BINDING.settings_path

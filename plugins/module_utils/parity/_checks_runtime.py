@@ -14,7 +14,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.boot import (
     _hugepages,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _command,
     _host,
     _ledger,
     _object_names,
@@ -41,10 +40,9 @@ _PROGRAMS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbi
 _LEAST_FREE_BYTES = 2 << 30
 
 
-def libvirt(_facts: Facts) -> Verdict:
+def libvirt(facts: Facts) -> Verdict:
     """The libvirt daemon answers and offers a hypervisor."""
-    out = _command.run(["virsh", "-q", "-c", "qemu:///system", "version"], timeout=120).out
-    rows = dict(row.partition(":")[::2] for row in out.splitlines())
+    rows = dict(row.partition(":")[::2] for row in facts.libvirt_version.splitlines())
     running = str(rows.get("Running hypervisor", "")).strip()
     return passed(running) if running else failed("libvirt answers without a hypervisor")
 
@@ -59,19 +57,15 @@ def vm_confined(facts: Facts) -> Verdict:
     """Every QEMU of a slice is confined by the kernel's security module, filtered by seccomp and
     not root, and libvirt starts no other. With pages of 1 GiB it may read what it needs for them.
     """
-    problems = _confinement.problems(_guests())
+    problems = _confinement.problems(facts.qemu_pids)
     if facts.profile["vm"].get("hugepages"):
         problems += _confinement.numa_problems()
     return verdict(problems, _confinement.security_module())
 
 
-def _guests() -> list[int]:
-    return sorted(_libvirt.processes(_object_names.PREFIX))
-
-
-def console_limit(_facts: Facts) -> Verdict:
+def console_limit(facts: Facts) -> Verdict:
     """A guest that writes to its console without end does not fill the host's disk."""
-    return verdict(_confinement.console_problems(_guests()), "virtlogd")
+    return verdict(_confinement.console_problems(facts.qemu_pids), "virtlogd")
 
 
 def ovmf(_facts: Facts) -> Verdict:

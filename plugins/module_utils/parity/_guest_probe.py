@@ -321,6 +321,7 @@ def _alone() -> AbstractContextManager[None]:
 def _guest(probe: Probe) -> Iterator[None]:
     if NAMESPACE in _host.listed("/run/netns"):
         _remove()
+    loaded = None
     try:
         # A single transaction replaces the port that a killed run may have left.
         port = ["--if-exists", "del-port", PORT, "--", "add-port", probe.bridge, PORT]
@@ -334,6 +335,7 @@ def _guest(probe: Probe) -> Iterator[None]:
         guard = _guards.probe_guard(probe.network)
         rule = _guards.egress_of(probe.network, guard)
         _flows.install(guard, number, _flows.local_addresses(), rule)
+        loaded = number
         length = ipaddress.ip_network(probe.subnet).prefixlen
         _command.run(
             ["ip", "-n", NAMESPACE, "-batch", "-"],
@@ -345,7 +347,7 @@ def _guest(probe: Probe) -> Iterator[None]:
     finally:
         _remove()
         with contextlib.suppress(Refusal):  # without the bridge its flows are gone too
-            _flows.remove(probe.bridge, _flows.PROBE_COOKIE)
+            _flows.remove(probe.bridge, _flows.PROBE_COOKIE, port=loaded)
 
 
 def _remove() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
     _host,
     _ledger,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -28,7 +29,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _nat,
     _slice_network,
 )
-from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _check, _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe
+from ansible_collections.gpuaas.slice.plugins.module_utils.slice import _libvirt
 from ansible_collections.gpuaas.slice.plugins.module_utils.topology import _host_resources
 
 OLD_BASELINE = "gpuaas-slice-host-net-baseline.service"
@@ -66,41 +68,20 @@ class Request:
     maas_tags: Sequence[str] | None = None
 
 
-class _Probe(threading.Thread):
-    """The guest probe in a thread. It is expensive and mostly waits, so all checks share one run,
-    and those that do not need it go on meanwhile. It reads nothing of Facts.
-    """
-
-    def __init__(self, network: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._network = network
-        self._finding: _guest_probe.Finding | Refusal = self._failed("its thread did not end")
-
-    def begin(self) -> None:
-        if self.ident is None:
-            self.start()
-
-    def run(self) -> None:
-        try:
-            target = str(self._network.get("egress_probe") or "") or _slice_network.gateway()
-            # Without a target, which `guest_egress` names, the probe still shows the rest.
-            target = target or str(self._network["address"]).partition("/")[0]
-            self._finding = _guest_probe.look(_guest_probe.Probe(self._network, target))
-        except Refusal as refusal:
-            self._finding = refusal
-        except _check.UNREADABLE as broken:
-            self._finding = self._failed(f"{type(broken).__name__}: {broken}")
-
-    def finding(self) -> _guest_probe.Finding | Refusal:
-        self.begin()
-        self.join()
-        return self._finding
-
-    def _failed(self, found: str) -> Refusal:
+def _probed(network: Mapping[str, Any]) -> _guest_probe.Finding | Refusal:
+    """The guest probe's result, or why it could not be made. It reads nothing of Facts."""
+    try:
+        target = str(network.get("egress_probe") or "") or _slice_network.gateway()
+        # Without a target, which `guest_egress` names, the probe still shows the rest.
+        target = target or str(network["address"]).partition("/")[0]
+        return _guest_probe.look(_guest_probe.Probe(network, target))
+    except Refusal as refusal:
+        return refusal
+    except Exception as broken:  # all checks that share the probe fail by the same reason
         return Refusal(
             "probe_failed",
-            expected=f"a stand-in for a guest on {self._network['bridge']}",
-            found=found,
+            expected=f"a stand-in for a guest on {network['bridge']}",
+            found=f"{type(broken).__name__}: {broken}",
             remedy="repair the cause that the system names, then run parity again",
         )
 
@@ -159,6 +140,11 @@ class Facts:
             return {}
 
     @cached_property
+    def qemu_pids(self) -> list[int]:
+        """QEMU processes of slices."""
+        return sorted(_libvirt.processes(_object_names.PREFIX))
+
+    @cached_property
     def enrolment(self) -> dict[str, str]:
         """The settings in /etc/gpuaas/enrolment.env; {} when the host is not enrolled."""
         rows = (_host.kept("/etc/gpuaas/enrolment.env") or "").splitlines()
@@ -166,13 +152,15 @@ class Facts:
         return {key.strip(): value.strip().strip("'\"") for key, _sep, value in pairs}
 
     def begin_guest(self) -> None:
-        """Start the guest probe beside the checks that do not wait for it."""
-        self._probe.begin()
+        """Start the guest probe beside the checks that do not wait for it: it is expensive, mostly
+        waits, and all checks share one run.
+        """
+        _ = self._guest
 
     @property
     def guest(self) -> _guest_probe.Finding:
         """The guest probe's result. Raises the Refusal of a probe that could not be made."""
-        finding = self._probe.finding()
+        finding = self._guest.result()
         if isinstance(finding, Refusal):
             raise finding
         return finding
@@ -180,12 +168,28 @@ class Facts:
     @property
     def guest_problem(self) -> str:
         """The reason why no guest probe could be created, or ""."""
-        finding = self._probe.finding()
+        finding = self._guest.result()
         return str(finding) if isinstance(finding, Refusal) else ""
 
     @cached_property
-    def _probe(self) -> _Probe:
-        return _Probe(self.network)
+    def _guest(self) -> Future[_guest_probe.Finding | Refusal]:
+        return ThreadPoolExecutor(1).submit(_probed, self.network)
+
+    def begin_libvirt(self) -> None:
+        """Ask libvirt beside the checks of other things: its daemon, which stops when it is idle,
+        may have to start first.
+        """
+        _ = self._libvirt
+
+    @property
+    def libvirt_version(self) -> str:
+        """What virsh prints about libvirt and its hypervisor. Raises the Refusal of virsh."""
+        return self._libvirt.result().out
+
+    @cached_property
+    def _libvirt(self) -> Future[_command.Result]:
+        argv = ["virsh", "-q", "-c", "qemu:///system", "version"]
+        return ThreadPoolExecutor(1).submit(_command.run, argv, timeout=120)
 
     @property
     def networks(self) -> dict[str, list[str]]:
@@ -206,7 +210,12 @@ class Facts:
     def dead_gpus(self) -> list[str]:
         """GPUs of approved slots that are missing or silent. Only their own slots are blocked."""
         gpus = self._approved("gpu_pci_address")
-        return [gpu for gpu in gpus if gpu not in self.devices or not _pci.answers(gpu)]
+        return [gpu for gpu in gpus if gpu not in self.devices or gpu in self.silent]
+
+    @cached_property
+    def silent(self) -> set[str]:
+        """Devices of `passthrough` that are there and do not answer."""
+        return _pci.silent({*self.passthrough} & self.devices.keys())
 
     @cached_property
     def missing_devices(self) -> list[str]:

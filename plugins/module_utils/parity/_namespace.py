@@ -38,7 +38,7 @@ def anonymous() -> Iterator[int]:
 
 @contextlib.contextmanager
 def inside(descriptor: int) -> Iterator[None]:
-    """Sockets created inside belong to this namespace for their whole life."""
+    """Sockets created inside belong to this namespace for their whole life, as do programs."""
     with _returning():
         enter(descriptor)
         yield

@@ -251,6 +251,7 @@ CHECKS: tuple[Check[Facts], ...] = (
         _role("libvirt_host"),
         baremetal=_nothing_of("libvirt", "slice_files", "slice_limits"),
         restore=Remedy("release or recover the slices of this host first"),
+        begin=Facts.begin_libvirt,
     ),
     Check("libvirt_directory", runtime.libvirt_directory, _role("libvirt_host")),
     Check(

@@ -82,7 +82,7 @@ def _service() -> Iterator[socket.socket]:
     """A listening socket behind the link."""
     with _namespace.anonymous() as place:
         try:
-            _connect(f"/proc/{os.getpid()}/fd/{place}")
+            _connect(place)
             with _namespace.inside(place):
                 server = socket.create_server((SERVICE, 0), backlog=1)
             with server:
@@ -91,15 +91,16 @@ def _service() -> Iterator[socket.socket]:
             _remove()
 
 
-def _connect(place: str) -> None:
-    """Make the link to a namespace, with addresses and routes. place: path of the namespace."""
+def _connect(place: int) -> None:
+    """Make the link to a namespace, with addresses and routes. place: its descriptor."""
     addresses = [ipaddress.IPv4Address(address) for address in _flows.local_addresses()]
     # The link of a run that was killed goes with its namespace, but not at once.
-    _remove()
+    if any(name == LINK for _index, name in socket.if_nameindex()):
+        _remove()
     _command.run(
         ["ip", "-batch", "-"],
         stdin=f"link add {LINK} address {_HOST_MAC} type veth"
-        f" peer name {LINK} address {_SERVICE_MAC} netns {place}\n"
+        f" peer name {LINK} address {_SERVICE_MAC} netns /proc/{os.getpid()}/fd/{place}\n"
         f"address add {_HOST} peer {SERVICE} dev {LINK}\n"
         f"link set {LINK} up\n"
         f"neighbour add {SERVICE} lladdr {_SERVICE_MAC} dev {LINK}\n",
@@ -110,13 +111,15 @@ def _connect(place: str) -> None:
         for address in addresses
         if not (address.is_loopback or address.is_link_local)
     )
-    _command.run(
-        ["nsenter", f"--net={place}", "ip", "-batch", "-"],
-        stdin=f"address add {SERVICE} peer {_HOST} dev {LINK}\n"
-        f"link set {LINK} up\n"
-        f"neighbour add {_HOST} lladdr {_HOST_MAC} dev {LINK}\n"
-        f"{routes}",
-    )
+    # A program belongs to the namespace of the thread that starts it.
+    with _namespace.inside(place):
+        _command.run(
+            ["ip", "-batch", "-"],
+            stdin=f"address add {SERVICE} peer {_HOST} dev {LINK}\n"
+            f"link set {LINK} up\n"
+            f"neighbour add {_HOST} lladdr {_HOST_MAC} dev {LINK}\n"
+            f"{routes}",
+        )
 
 
 def _remove() -> None:

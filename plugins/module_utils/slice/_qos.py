@@ -8,12 +8,12 @@ a running machine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import _command, _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import _switch
 
 LABEL = "gpuaas-allocation"
 _SHAPER = "linux-htb"
@@ -97,13 +97,11 @@ def limit(options: Mapping[str, Any] | None) -> Limit | None:
 def observe(allocation_id: str) -> State:
     """The whole state from a single read."""
     port = _object_names.port_name(allocation_id)
-    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
-    columns = "--columns=ingress_policing_rate,ingress_policing_burst"
-    argv += ["--", columns, "find", "Interface", f"name={port}"]
-    argv += ["--", "--columns=qos", "find", "Port", f"name={port}"]
-    argv += ["--", "--columns=_uuid,type,other_config,external_ids", "list", "QoS"]
-    out = _command.run(argv).out
-    interfaces, ports, rows = (json.loads(line)["data"] for line in out.splitlines())
+    interfaces, ports, rows = _switch.rows(
+        ("Interface", "ingress_policing_rate,ingress_policing_burst", port),
+        ("Port", "qos", port),
+        ("QoS", "_uuid,type,other_config,external_ids", ""),
+    )
     named = _uuid(ports[0][0]) if ports else ""
     by_id = {_uuid(row[0]): row for row in rows}
     owned = [name for name, row in by_id.items() if _map(row[3]).get(LABEL) == allocation_id]
@@ -116,9 +114,7 @@ def observe(allocation_id: str) -> State:
 
 def rows() -> dict[str, str]:
     """Allocation by QoS row, for the rows of every slice. A row outlives port and bridge."""
-    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
-    argv += ["--columns=_uuid,external_ids", "list", "QoS"]
-    listed = json.loads(_command.run(argv).out)["data"]
+    (listed,) = _switch.rows(("QoS", "_uuid,external_ids", ""))
     owners = {_uuid(row): _map(ids).get(LABEL, "") for row, ids in listed}
     return {row: owner for row, owner in owners.items() if owner}
 

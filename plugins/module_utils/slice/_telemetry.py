@@ -21,7 +21,6 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _accounts,
     _boot_service,
     _boot_units,
-    _command,
     _file_edits,
     _free_space,
     _host,
@@ -32,6 +31,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _refusals,
+    _switch,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
     _dnsmasq,
@@ -256,10 +256,9 @@ def _ordinary_pages(pid: int) -> Counter[int]:
 
 def _ports(slices: Iterable[str]) -> dict[str, Values]:
     """Counters of each port, and whether it has a rate limit (`_qos`)."""
-    argv = ["ovs-vsctl", "--timeout=10", "--format=json"]
-    argv += ["--columns=name,statistics,ingress_policing_rate", "list", "Interface"]
-    argv += ["--", "--columns=name,qos", "list", "Port"]
-    interfaces, ports = (json.loads(line)["data"] for line in _command.run(argv).out.splitlines())
+    interfaces, ports = _switch.rows(
+        ("Interface", "name,statistics,ingress_policing_rate", ""), ("Port", "name,qos", "")
+    )
     # OVSDB writes an absent value as ["set", []].
     shaped = {name for name, qos in ports if qos[0] == "uuid"}
     by_port = {name: (dict(statistics[1]), rate) for name, statistics, rate in interfaces}

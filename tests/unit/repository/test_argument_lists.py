@@ -21,7 +21,7 @@ WITHOUT_A_MARK = {"ip", "ovs-vsctl", "ovs-ofctl", "iptables", "conntrack", "dhcp
 # Words that are no data: names of our own units, and texts made of constants.
 OWN_WORDS = {
     "core/_boot_service.py: systemctl … unit.service",
-    "network/_nft.py: 'sh' -c f\"nft -f - && {' '.join(command)}\"",
+    "network/_nft.py: 'sh' -c f'nft -f - && {_NEXT.join(commands)}'",
     "network/_ovs_nat.py: systemctl … step.subject",
     "network/_ovs_nat_removal.py: systemctl … step.subject",
     "topology/_firmware_inventory.py: nvidia-smi … query",

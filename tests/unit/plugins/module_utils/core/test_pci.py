@@ -114,3 +114,32 @@ def test_a_device_that_never_answers_is_given_up(
     with socket.socket(socket.AF_UNIX) as hanging:
         hanging.bind(f"\0gpuaas-pci-{GPU}")
         assert given_up()
+
+
+def test_one_child_reads_all_devices_unless_one_of_them_hangs(
+    pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ("0000:44:00.0", "0000:45:00.0", "0000:46:00.0")
+    for address in (GPU, *others):
+        pci.add(address)
+    lost, unreadable = (tree / "sys/devices/pci0000:00" / name / "config" for name in others[:2])
+    lost.write_bytes(b"\xff" * 64)
+    children: list[float] = []
+    call = _pci._bounded.call
+
+    def count(action: Any, *, deadline: float) -> Any:
+        children.append(deadline)
+        return call(action, deadline=deadline)
+
+    monkeypatch.setattr(_pci._bounded, "call", count)
+    assert (_pci.silent([GPU, *others]), len(children)) == ({others[0]}, 1)
+    unreadable.unlink()
+    assert _pci.silent([GPU, *others]) == {*others[:2]}
+    os.mkfifo(unreadable)
+    with monkeypatch.context() as patch:
+        patch.setattr(_pci, "ANSWER_S", 0.2)
+        silent = _pci.silent([GPU, *others])
+    # This machine may be too slow for the others in that time.
+    assert silent >= {*others[:2]}
+    with pytest.raises(Refusal, match="pci_address_invalid"):
+        _pci.silent(["../../etc"])

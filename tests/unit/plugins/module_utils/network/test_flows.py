@@ -26,6 +26,10 @@ ALLOCATION = "23bd713b-6073-4ef7-8a51-2897e902365d"
 OTHER = "0f8fad5b-d9cb-469f-a165-70867728950e"
 COOKIE = "cookie=0x23bd713b60734ef7/-1"
 GUARD = Guard(ALLOCATION, "ovsbr0", "52:54:00:64:00:0a", "10.100.0.10", "10.100.0.1/24")
+NUMBER = (
+    *("ovs-vsctl", "--timeout=10", "--format=json", "--columns=ofport"),
+    *("find", "Interface", "name=gs1"),
+)
 FIB = """Main:
   +-- 0.0.0.0/0 3 0 5
      |-- 10.0.2.0
@@ -140,17 +144,15 @@ def test_removing_leaves_the_flows_of_others(switch: FakeSwitch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("printed", "number"), [("3\n", 3), ("[]\n", 0), ("-1\n", 0), ("\n", None)]
+    ("data", "number"), [([[3]], 3), ([[["set", []]]], 0), ([[-1]], 0), ([], None)]
 )
-def test_port_number(script: Script, printed: str, number: int | None) -> None:
-    argv = ("ovs-vsctl", "--timeout=10", "--if-exists", "get", "Interface", "gs1", "ofport")
-    script.on(*argv, out=printed)
+def test_port_number(script: Script, data: list[Any], number: int | None) -> None:
+    script.on(*NUMBER, out=json.dumps({"data": data}) + "\n")
     assert _flows.port_number("gs1") == number
 
 
 def test_a_port_that_never_comes_is_refused(script: Script) -> None:
-    argv = ("ovs-vsctl", "--timeout=10", "--if-exists", "get", "Interface", "gs1", "ofport")
-    script.on(*argv, out="\n")
+    script.on(*NUMBER, out='{"data": []}\n')
     with pytest.raises(Refusal, match="port_missing"):
         _flows.await_port("gs1", deadline=0.01)
 

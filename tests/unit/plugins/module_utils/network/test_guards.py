@@ -19,10 +19,12 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
     _guards,
     _host_connections,
+    _nft,
     _nvlink,
     _packet_limit,
     _port_filter,
     _start_hook,
+    _switch,
 )
 
 from tests.unit.plugins.module_utils.network import frames
@@ -68,7 +70,7 @@ def test_a_host_that_lost_the_way_out_gets_it_back(rig: Rig) -> None:
 @pytest.mark.covers("I17")
 def test_what_a_slice_had_in_the_switch_goes_with_its_guard(rig: Rig) -> None:
     def connections(guest: rigs.Guest) -> str:
-        return rig.ask_switch("dpctl/dump-conntrack", f"zone={rig.number(guest)}")
+        return _switch.appctl("dpctl/dump-conntrack", f"zone={rig.number(guest)}")
 
     opened = (
         Attack("A", frames.datagram(rigs.WORLD, sport=23456), frozenset({"host", "world"})),
@@ -135,6 +137,55 @@ def test_parity_names_every_difference(rig: Rig) -> None:
         assert done == [step, *more], (name, done)
     assert rig.restore() == []
     assert violations(rig) == []
+
+
+def test_the_daemons_answer_as_their_programs_do(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> list[Any]:
+        queries = [("Bridge", "fail_mode", "ovsbr0"), ("Interface", "name,ofport", "")]
+        tables = _switch.rows(*queries, ("Port", "name,qos", A.guard.port), ("QoS", "_uuid", ""))
+        questions = (["dpctl/ct-get-limits"], ["dpif/show-dp-features", "ovsbr0"])
+        return [*map(sorted, tables), *(_switch.appctl(*words) for words in questions)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_command, "run", None)
+        direct = answers()
+    monkeypatch.setattr(_switch, "_ask", lambda *_question: None)
+    assert direct == answers()
+    with pytest.raises(Refusal, match="command_failed"):
+        _switch.appctl("dpctl/ct-set-limits", "zone=1")
+    monkeypatch.undo()
+    with pytest.raises(Refusal, match="command_failed"):
+        _switch.appctl("dpctl/ct-set-limits", "zone=1")
+    with pytest.raises(Refusal, match="command_failed"):
+        _switch.rows(("Interface", "nonsense", ""))
+
+
+def test_one_start_of_nft_prints_all_tables(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, starts = _command.run, []
+
+    def run(argv: Any, **options: Any) -> Any:
+        starts.extend(word for word in argv[:1] if word == "unshare")
+        return real(argv, **options)
+
+    def compared() -> int:
+        """Starts that a comparison takes."""
+        _nft.forget()
+        starts.clear()
+        assert _guards.plan(rigs.NETWORK, _guards.observe(rigs.NETWORK)) == []
+        return len(starts)
+
+    monkeypatch.setattr(_command, "run", run)
+    assert compared() == 1
+    # Each by itself is printed in the same way: firewall, connections, and the filters of A and B.
+    with monkeypatch.context() as patch:
+        patch.setattr(_nft, "prepare", lambda _tables: None)
+        assert compared() == 4
+    wrong = _host_connections._TEXT.replace("set full", "set full nonsense")
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_connections, "_TEXT", wrong)
+        _nft.forget()
+        with pytest.raises(Refusal, match="connection_limit_missing"):
+            _guards.observe(rigs.NETWORK)
 
 
 def lose_flows(rig: Rig) -> None:
@@ -339,10 +390,10 @@ def test_a_domain_starts_without_the_connections_of_one_before(rig: Rig) -> None
     opened = Attack("A", frames.datagram(rigs.WORLD, sport=23456), frozenset({"host", "world"}))
     assert violations(rig, (opened,)) == []
     zone = f"zone={rig.number(A)}"
-    assert "sport=23456" in rig.ask_switch("dpctl/dump-conntrack", zone)
+    assert "sport=23456" in _switch.appctl("dpctl/dump-conntrack", zone)
     assert _host_connections.number(A.guard.ip)
     assert _start_hook.start(DOMAIN, defined(INTERFACE)) == 0
-    assert rig.ask_switch("dpctl/dump-conntrack", zone) == ""
+    assert _switch.appctl("dpctl/dump-conntrack", zone) == ""
     assert _host_connections.number(A.guard.ip) == 0
 
 

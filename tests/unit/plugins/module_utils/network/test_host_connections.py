@@ -37,7 +37,7 @@ IP = "10.100.0.10"
 def rig() -> Iterator[Rig]:
     with rigs.standing() as (machines, patch):
         patch.setattr(_flows, "CONNECTIONS", LIMIT)
-        _nft.forget_printed()
+        _nft.forget()
         machines.restore()
         yield machines
 
@@ -230,8 +230,7 @@ def test_a_kernel_that_cannot_count_connections_is_named(monkeypatch: pytest.Mon
         raise Refusal("command_failed", expected="0", found="Could not process rule", remedy="")
 
     monkeypatch.setattr(_command, "run", run)
-    _nft.forget_printed()
-    _nft.prepare(_host_connections.listing("ovsbr0"), ("table inet x {}", "nft", "list"))
+    _nft.forget()
     with pytest.raises(Refusal, match=r"connection_limit_missing.*Could not process rule"):
         _host_connections.normalized("ovsbr0")
 
@@ -243,6 +242,6 @@ def test_a_kernel_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
         raise Refusal("command_timeout", expected="an end", found="it hangs", remedy="")
 
     monkeypatch.setattr(_command, "run", run)
-    _nft.forget_printed()
+    _nft.forget()
     with pytest.raises(Refusal, match="it hangs"):
-        _nft.prepare(_host_connections.listing("ovsbr0"))
+        _nft.prepare([_host_connections.table("ovsbr0"), ("table inet x {}", "nft", "list")])

@@ -24,6 +24,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _packet_limit,
     _port_filter,
     _refusals,
+    _switch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -476,7 +477,7 @@ def test_nothing_passes_during_and_after_a_crash_of_the_switch(rig: Rig) -> None
 
 def test_packets_to_many_places_are_few_flows_of_the_switch(rig: Rig) -> None:
     """Each flow is made by the switch's one daemon, for which all guests wait."""
-    rig.ask_switch("revalidator/purge")
+    _switch.appctl("revalidator/purge")
     with Places(rig) as places:
         for number in range(1000):
             target = f"{20 + number % 150}.{number % 251}.{number % 241}.{number % 239}"
@@ -486,7 +487,7 @@ def test_packets_to_many_places_are_few_flows_of_the_switch(rig: Rig) -> None:
             # The switch in user space loses frames that come faster than it reads.
             time.sleep(0.01 if number % 50 == 0 else 0)
         time.sleep(SETTLE_S)
-    assert 0 < rig.ask_switch("dpctl/dump-flows").count("recirc_id") < 300
+    assert 0 < _switch.appctl("dpctl/dump-flows").count("recirc_id") < 300
     _flows.forget_connections(rig.number(A))
 
 
@@ -554,7 +555,7 @@ def goes_where_it_may(
         fields += [f"nw_src={sender}", f"nw_dst={target}"]
     if protocol in ("tcp", "udp"):
         fields += [f"{protocol}_src={ports[0]}", f"{protocol}_dst={ports[1]}"]
-    shown = rig.ask_switch("ofproto/trace", "--names", "ovsbr0", ",".join(fields))
+    shown = _switch.appctl("ofproto/trace", "--names", "ovsbr0", ",".join(fields))
     acts = re.findall(r"Datapath actions: (.*)", shown)
     assert acts
     for text in acts:

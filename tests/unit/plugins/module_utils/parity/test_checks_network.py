@@ -496,6 +496,7 @@ def test_a_linux_bridge_of_the_right_name_is_not_enough(
 ) -> None:
     parity.shown(("ovsbr0", "10.100.0.1/24"))
     guest(monkeypatch, Refusal("command_failed", expected="", found="no bridge", remedy=""))
+    monkeypatch.setattr(_guards, "tables", lambda _network: None)
     script.on("ovs-vsctl", "--timeout=10", "br-exists", "ovsbr0", rc=2)
     result = _checks_network.ovs_bridge(parity.facts())
     assert result.detail == "ovsbr0 is no bridge of Open vSwitch"
@@ -508,6 +509,7 @@ def test_a_switch_that_cannot_hold_a_guard_is_named(
     switch.add_bridge()
     monkeypatch.setattr(_command, "run", switch.run)
     monkeypatch.setattr(_guards, "ROUND_S", 0)
+    guest(monkeypatch, Refusal("command_failed", expected="", found="no meters", remedy=""))
     (tree / "proc/net").mkdir(parents=True, exist_ok=True)
     (tree / "proc/net/fib_trie").write_text("Local:\n |-- 10.20.0.2\n  /32 host LOCAL\n")
     network = {**NETWORK, "allowed_networks": ["10.20.0.0/16"], "egress_probe": "9.9.9.9"}

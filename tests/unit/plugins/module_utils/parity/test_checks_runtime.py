@@ -53,6 +53,11 @@ def test_libvirt_answers_with_a_hypervisor(parity: Any, machine: Any, script: An
     version = ("virsh", "-q", "-c", "qemu:///system", "version")
     script.on(*version, out="Using library: libvirt 9.0.0\nRunning hypervisor: QEMU 7.2.22\n")
     assert _checks_runtime.libvirt(parity.facts()).detail == "QEMU 7.2.22"
+    script.answers.pop(version)
+    script.on(*version, rc=1, err="failed to connect")
+    (check,) = [each for each in _slice_parity.CHECKS if each.name == "libvirt"]
+    (row,) = _check.evaluate([check], parity.facts(), intent="slice", not_applicable=[])
+    assert (row["status"], "failed to connect" in row["detail"]) == ("FAIL", True)
     machine.folder("/var/lib/libvirt").chmod(0o700)
     assert _checks_runtime.libvirt_directory(parity.facts()).detail == "/var/lib/libvirt is 0700"
 

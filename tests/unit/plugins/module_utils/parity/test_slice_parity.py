@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _ledger
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
+    _boot_units,
+    _bounded,
+    _command,
+    _host_mode,
+    _ledger,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
-from ansible_collections.gpuaas.slice.plugins.module_utils.network import _baseline_files
+from ansible_collections.gpuaas.slice.plugins.module_utils.fabric import _ipoib_address
+from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
+    _baseline_files,
+    _guards,
+    _host_filter,
+    _nat,
+    _nft,
+    _switch,
+)
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe, _slice_parity
 from ansible_collections.gpuaas.slice.plugins.modules import slice_parity
+
+from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
+from tests.unit.plugins.module_utils import netplan
 
 pytestmark = pytest.mark.covers("HOST-10")
 
@@ -28,16 +48,22 @@ network_service historical_network_service tmfifo rshim_peer libvirt libvirt_dir
 console_limit ovmf cloud_init_tools rdma_tools nvme_ownership slice_disks boot_order image_cache
 hugepages tuning reboot_required api_topology
 """
+DEVICES = {"0000:23:00.0": "1234:11e8", "0000:24:00.0": "1234:11e8", "0000:25:10.0": "8086:10ca"}
 REPAIRS = ("gpuaas.slice.bootstrap", "gpuaas.slice.bind_topology")
 RULE = "-A POSTROUTING -s 10.100.0.0/24 -j MASQUERADE"
 
 
 def run(
-    parity: Any, intent: str, *, tags: list[str] | None = None, **profile: Any
+    parity: Any,
+    intent: str,
+    *,
+    tags: list[str] | None = None,
+    slots: Sequence[dict[str, Any]] = (),
+    **profile: Any,
 ) -> dict[str, Any]:
     params = {
         "profile": parity.profile | profile,
-        "slots": [],
+        "slots": slots,
         "intent": intent,
         "api_topology": None,
         "maas_tags": tags,
@@ -174,3 +200,103 @@ def test_slice_services_left_on_bare_metal_are_named(
         "nvme_ownership",
     ):
         assert statuses[name] == "FAIL", name
+
+
+# Programs of a whole run on a host with a fabric card; within sh, nft alone. Each takes about a
+# tenth of a second on the lab host.
+STARTED = {
+    "systemctl": 1, "netplan": 1, "dnsmasq": 1, "virsh": 1, "iptables": 3,
+    # Interfaces, routes and the fabric card, again under the lock of its guards; then the probe's:
+    # its namespace from outside and inside, both ends of its link, and the removal of both.
+    "ip": 4 + 6,
+    # The probe's port comes and goes. Its meter and flows are set and removed, all are listed.
+    "ovs-vsctl": 2, "ovs-ofctl": 4 + 2,
+    # Two tables of ours are loaded together and printed by the kernel, beside what it has.
+    "unshare": 1, "nft": 3 + 3,
+}  # fmt: skip
+
+
+class Programs:
+    """Programs of a slice host, counted by name. Open vSwitch answers on its sockets."""
+
+    def __init__(self, script: Any, sockets: Path) -> None:
+        self.started: Counter[str] = Counter()
+        self.beside: set[str] = set()
+        self.switch = FakeSwitch()
+        self.switch.add_bridge()
+        self._others = netplan.before(script.run)
+        self._namespace = sockets / "run/netns" / _guest_probe.NAMESPACE
+        self._namespace.parent.mkdir()
+
+    def run(self, argv: Sequence[str], **options: Any) -> _command.Result:
+        name = argv[0]
+        self.started[name] += 1
+        if threading.current_thread() is not threading.main_thread():
+            self.beside.add(name)
+        if name == "unshare":
+            self.started["nft"] += argv[-1].count("nft ")
+        if name in (*PROGRAMS, "iptables"):
+            return self.switch.run(argv, **options)
+        if name != "ip" or "-j" in argv:
+            return self._others(argv, **options)
+        if "netns add" in options.get("stdin", ""):
+            self._namespace.touch()
+        elif "netns" in argv:
+            self._namespace.unlink()
+        return _command.Result(0, "", "")
+
+    def ask(self, _name: str, argv: Sequence[str], *_question: Any) -> Any:
+        out = self.switch.run(argv).out
+        rows = argv[0] == "ovs-vsctl"
+        return [json.loads(row)["data"] for row in out.splitlines()] if rows else out
+
+
+def test_a_whole_run_starts_few_programs(
+    parity: Any, machine: Any, script: Any, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a number grows: a file, a socket or another program may have the answer."""
+    programs, children, network = Programs(script, sockets), [], parity.profile["network"]
+    call = _bounded.call
+
+    def fork(*action: Any, **deadline: Any) -> Any:
+        children.append(action)
+        return call(*action, **deadline)
+
+    monkeypatch.setattr(_command, "run", programs.run)
+    monkeypatch.setattr(_switch, "_ask", programs.ask)
+    monkeypatch.setattr(_bounded, "call", fork)
+    monkeypatch.setattr(_guest_probe, "echo", lambda _target: None)
+    for step in _guards.plan(network, _guards.observe(network)):
+        _guards.apply(network, step)
+    programs.switch.nat, programs.switch.filter = _nat.rules(network), _host_filter.rules("ovsbr0")
+    slots = [parity.slot, parity.slot | {"gpu_pci_address": "0000:24:00.0", "slot_id": "slot-1"}]
+    machine.pci("0000:25:00.0", "8086:10c9", **{"class": "0x020000", "sriov_numvfs": "1"})
+    for number, (address, device) in enumerate(DEVICES.items()):
+        machine.pci(address, device, group=number, driver="vfio-pci")
+    machine.function("0000:25:00.0", 0, "0000:25:10.0")
+    idle = {"vlan_list": [{"vlan": 3000}], "spoofchk": True, "trust": False, "link_state": "auto"}
+    parity.identified({"address": parity.mac, **idle})
+    machine.file(_host_mode.MARKER, '{"mode": "slice"}')
+    machine.file(_ipoib_address.FILE, "network: {}\n")
+    for unit in (_boot_units.FABRIC, _boot_units.BINDING, _boot_units.CLAIM):
+        parity.installed(unit, devices=DEVICES)
+    loaded = "loaded/active/enabled/success"
+    parity.units(baseline=loaded, fabric=loaded, binding=loaded, claim=loaded)
+    parity.shown(("ovsbr0", network["address"]), ("ibp65s0", "10.20.0.7/16"))
+    script.on("ip", "-j", "-4", "route", "show", "table", "main", out="[]")
+    script.on("dnsmasq", "--test", "--conf-dir=/etc/dnsmasq.d,.dpkg-dist,.dpkg-old,.dpkg-new")
+    script.on("virsh", "-q", "-c", "qemu:///system", "version", out="Running hypervisor: QEMU\n")
+    programs.started.clear()
+    programs.beside.clear()
+    _nft.forget()
+    report = run(parity, "slice", slots=slots)
+    shown = {row["check"]: f"{row['status']} {row['detail']}" for row in report["checks"]}
+    for check in ("ovs_bridge", "nat", "guest_egress", "fabric_isolation", "libvirt"):
+        assert shown[check].startswith("PASS"), shown[check]
+    assert shown["guest_tcp"] == "FAIL stops"
+    assert "does not answer" not in shown["vfio_binding"]
+    assert dict(programs.started) == STARTED
+    # The guest's programs, and libvirt, whose daemon may have to start.
+    assert programs.beside == {"ovs-vsctl", "ovs-ofctl", "ip", "virsh"}
+    # All devices are read in one child.
+    assert len(children) == 1

@@ -412,9 +412,10 @@ def test_a_host_may_answer_arp_of_its_own_networks_only(
     """A new namespace inherits the settings of the machine."""
     connect = _tcp_probe._connect
 
-    def strict(place: str) -> None:
+    def strict(place: int) -> None:
         setting = "net.ipv4.conf.all.arp_ignore=2"
-        rig.run(["nsenter", f"--net={place}", "sysctl", "-q", "-w", setting])
+        namespace = f"--net=/proc/{os.getpid()}/fd/{place}"
+        rig.run(["nsenter", namespace, "sysctl", "-q", "-w", setting])
         connect(place)
 
     monkeypatch.setattr(_tcp_probe, "_connect", strict)

@@ -18,7 +18,7 @@ ROW, OTHER = "c1b6ca3b-c32d-480d-b6d9-c8ddb6e15cab", "8c4d3f10-1111-4c58-9dbf-6a
 LIMIT = _qos.Limit(1000, 100)
 LOOK = (
     "ovs-vsctl", "--timeout=10", "--format=json",
-    "--", "--columns=ingress_policing_rate,ingress_policing_burst",
+    "--columns=ingress_policing_rate,ingress_policing_burst",
     "find", "Interface", f"name={PORT}",
     "--", "--columns=qos", "find", "Port", f"name={PORT}",
     "--", "--columns=_uuid,type,other_config,external_ids", "list", "QoS",
