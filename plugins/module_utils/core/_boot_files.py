@@ -10,7 +10,6 @@ gate of every host. The digest of the settings tells those of an earlier profile
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +25,7 @@ LIBRARY = "/usr/local/lib/gpuaas"
 PACKAGE = _source_closure.PACKAGE
 UNITS = "/etc/systemd/system"
 PROGRAMS = "/usr/local/sbin"
-# In the folder of several hooks, because the site may have its own /etc/libvirt/hooks/qemu.
-HOOK = "/etc/libvirt/hooks/qemu.d/gpuaas-slice"
-# Daemons of libvirt that start guests: the one for all drivers, and that of a modular libvirt. Each
-# writes its file of this name in /run when it starts.
-_DAEMONS = ("libvirtd", "virtqemud")
+HOOK = _object_names.START_HOOK
 # Path and digest of code and settings, by service. Only root reads and writes it.
 RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
 
@@ -192,23 +187,6 @@ def edited(unit: Unit) -> list[str]:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         problems.append(f"{changed[0]}{more} is not the code that {unit.service} was given")
     return problems
-
-
-def unnoticed() -> list[str]:
-    """Running daemons of libvirt that are older than the hook. They look for hooks only when they
-    start. A time of the hook in the future, from before a change of the clock, shows nothing.
-    """
-    hook = _host.path(HOOK)
-    written = hook.stat().st_mtime if hook.exists() else None
-    return [name for name in _DAEMONS if _older(name, written)]
-
-
-def _older(daemon: str, written: float | None) -> bool:
-    try:
-        started = _host.path(f"/run/{daemon}.pid").stat().st_mtime
-    except FileNotFoundError:
-        return False
-    return written is None or started < written <= time.time()
 
 
 def recorded() -> dict[str, dict[str, str]]:

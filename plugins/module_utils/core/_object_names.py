@@ -15,6 +15,9 @@ SEEDS = f"{_host.STATE_DIRECTORY}/seeds"
 CHANNELS = f"{_host.STATE_DIRECTORY}/channels"
 # Part of the names of a slice's domain, its files and its QEMU.
 PREFIX = "gpuaas-slice-"
+# libvirt's hook of all slices, in the folder of several, because the site may have its own
+# /etc/libvirt/hooks/qemu.
+START_HOOK = "/etc/libvirt/hooks/qemu.d/gpuaas-slice"
 # Folder and suffix of a file, whose name is the domain's; virtlogd numbers rotated console logs.
 _FILES = {
     "seed": (SEEDS, ".iso"),

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_files,
     _boot_service,
     _boot_units,
     _change,
@@ -29,6 +28,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _bridge,
     _guards,
     _slice_network,
+    _start_hook,
 )
 
 DNSMASQ, RESERVATIONS = _baseline_files.DNSMASQ, _baseline_files.RESERVATIONS
@@ -108,7 +108,7 @@ def observe(params: Params) -> State:
         rshim=services[RSHIM],
         rshim_installed=any(_host.path(f"{folder}/{RSHIM}").exists() for folder in _UNIT_FOLDERS),
         before=_host_snapshot.recall(RECORD),
-        unhooked=_boot_files.unnoticed(),
+        unhooked=_start_hook.unnoticed(),
         bridge=str(_guards.recorded().get("bridge", "")),
     )
 

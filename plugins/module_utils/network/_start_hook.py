@@ -11,7 +11,7 @@ import sys
 import time
 from xml.etree import ElementTree
 
-from ansible_collections.gpuaas.slice.plugins.module_utils.core import _object_names
+from ansible_collections.gpuaas.slice.plugins.module_utils.core import _host, _object_names
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _flows,
@@ -21,6 +21,26 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
 )
 
 _RETRY_S, _DEADLINE_S = 0.2, 20.0
+# Daemons of libvirt that start guests: the one for all drivers, and that of a modular libvirt. Each
+# writes its file of this name in /run when it starts.
+_DAEMONS = ("libvirtd", "virtqemud")
+
+
+def unnoticed() -> list[str]:
+    """Running daemons of libvirt that are older than the hook. They look for hooks only when they
+    start. A time of the hook in the future, from before a change of the clock, shows nothing.
+    """
+    hook = _host.path(_object_names.START_HOOK)
+    written = hook.stat().st_mtime if hook.exists() else None
+    return [name for name in _DAEMONS if _older(name, written)]
+
+
+def _older(daemon: str, written: float | None) -> bool:
+    try:
+        started = _host.path(f"/run/{daemon}.pid").stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return written is None or started < written <= time.time()
 
 
 def start(domain: str, definition: str) -> int:

@@ -30,6 +30,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _nat,
     _netplan,
     _slice_network,
+    _start_hook,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity import _guest_probe, _tcp_probe
 from ansible_collections.gpuaas.slice.plugins.module_utils.parity._check import (
@@ -374,7 +375,7 @@ def network_service(facts: Facts) -> Verdict:
         return verdict(problems, "")
     if (unit.active, unit.result) != ("active", "success"):
         problems.append(f"{name} is {unit.active}/{unit.sub} ({unit.result})")
-    for daemon in _boot_files.unnoticed():
+    for daemon in _start_hook.unnoticed():
         problems.append(f"{daemon} is older than {_boot_files.HOOK} and does not call it")
     settings = _baseline_files.settings(facts.network)
     problems += _file_edits.unlike_settings(_baseline_files.SETTINGS, settings)

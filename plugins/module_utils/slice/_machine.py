@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_files,
     _change,
     _host,
     _ledger,
@@ -111,7 +110,7 @@ def observe(params: _change.Params) -> State:
         qos=_qos.observe(allocation),
         kept=_guards.saved(allocation),
         nvlink=_nvlink_state(params, active=active),
-        admitted=bool(_guards.recorded()) or not _host.path(_boot_files.HOOK).exists(),
+        admitted=bool(_guards.recorded()) or not _host.path(_object_names.START_HOOK).exists(),
     )
 
 

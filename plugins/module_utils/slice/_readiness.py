@@ -45,19 +45,6 @@ class _Rejected(Exception):
     """A guest whose answers are not read any further."""
 
 
-def ask(
-    allocation_id: str,
-    probes: Mapping[str, Mapping[str, Any]],
-    deadlines: Mapping[str, float],
-    *,
-    start: float,
-    alive: Callable[[], bool],
-) -> Results:
-    """The result of each probe, as `Inquiry.results`."""
-    with contextlib.closing(Inquiry(allocation_id, probes, deadlines, start=start)) as inquiry:
-        return inquiry.results(alive)
-
-
 class Inquiry:
     """Probes that a guest is asked, also while something else of it is waited for.
 

@@ -16,12 +16,14 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _change,
     _command,
     _host,
+    _source_closure,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
     _baseline_files,
     _bridge,
     _guards,
     _ovs_nat,
+    _start_hook,
 )
 
 from tests.unit.plugins.fake_switch import PROGRAMS, FakeSwitch
@@ -127,6 +129,13 @@ def test_installs_everything_once(systemd: Systemd) -> None:
     assert drive().plan.steps == ()
 
 
+def test_the_baseline_brings_the_code_of_its_service_and_of_the_start_hook() -> None:
+    """Ansible and the standalone script send a module with the files that it imports."""
+    unit = _ovs_nat.unit(PARAMS)
+    sent = _source_closure.closure("network._ovs_nat", _source_closure.source)
+    assert {unit.module, unit.start_hook} <= set(sent)
+
+
 @pytest.mark.parametrize("daemon", ["libvirtd", "virtqemud"])
 def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
     systemd: Systemd, tree: Path, daemon: str
@@ -144,12 +153,12 @@ def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
     hook.write_text("#!/bin/sh\n")
     assert _boot_files.HOOK in drive().plan.steps[0].before["differing"]
     hook.unlink()
-    assert _boot_files.unnoticed() == [daemon]
+    assert _start_hook.unnoticed() == [daemon]
     drive()
     assert os.access(hook, os.X_OK)
     # From before a change of the clock: no start would be later.
     os.utime(hook, (LATER, LATER))
-    assert _boot_files.unnoticed() == []
+    assert _start_hook.unnoticed() == []
 
 
 def test_a_configuration_that_dnsmasq_refuses_is_not_installed(systemd: Systemd) -> None:

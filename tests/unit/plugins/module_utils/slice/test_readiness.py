@@ -51,8 +51,17 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def ask(
     probes: dict[str, Any] = GPU, deadline: float = 60.0, alive: Callable[[], bool] = lambda: True
 ) -> _readiness.Results:
-    deadlines = dict.fromkeys(probes, deadline)
-    return _readiness.ask(ONE, probes, deadlines, start=time.monotonic(), alive=alive)
+    return answers_of(probes, dict.fromkeys(probes, deadline), alive)
+
+
+def answers_of(
+    probes: dict[str, Any],
+    deadlines: dict[str, float],
+    alive: Callable[[], bool] = lambda: True,
+) -> _readiness.Results:
+    inquiry = _readiness.Inquiry(ONE, probes, deadlines, start=time.monotonic())
+    with contextlib.closing(inquiry):
+        return inquiry.results(alive)
 
 
 @contextlib.contextmanager
@@ -292,13 +301,7 @@ def test_a_guest_that_has_ended_is_not_waited_for(channel: socket.socket) -> Non
 def test_each_probe_has_its_own_deadline(tree: Path) -> None:
     """Nothing listens at all."""
     begin = time.monotonic()
-    result = _readiness.ask(
-        ONE,
-        {**GPU, "rdma": {}},
-        {"gpu_compute": 0.2, "rdma": 0.6},
-        start=begin,
-        alive=lambda: True,
-    )
+    result = answers_of({**GPU, "rdma": {}}, {"gpu_compute": 0.2, "rdma": 0.6})
     assert [row["ok"] for row in result.values()] == [False, False]
     assert result["gpu_compute"]["detail"] == "no answer within 0.2 s"
     assert 0.6 <= time.monotonic() - begin < 30
@@ -588,7 +591,9 @@ def test_probes_run_side_by_side_and_keep_no_file_of_the_service() -> None:
 
 @pytest.mark.covers("P2")
 def test_a_probe_that_hangs_or_crashes_fails_alone() -> None:
-    pid, *answers = apart("hang,crash,quick", "10")
+    lines = apart("hang,crash,quick", "10")
+    (pid,) = (text for text in lines if text.isdecimal())
+    answers = [text for text in lines if text != pid]
     details = {name: result["detail"] for name, result in map(json.loads, answers)}
     late = "no answer within 10 s"
     assert details == {"quick": "", "crash": "ended without an answer", "hang": late}
