@@ -5,6 +5,7 @@ On an emulated host each of their files takes 10 ms, and some of the standard li
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -33,8 +34,13 @@ def test_a_launch_loads_no_more_than_it_needs(module: str, absent: tuple[str, ..
     # What Ansible itself loads counts for none of them.
     code = "import ansible.module_utils.basic, sys\nbefore = set(sys.modules)\n"
     code += f"import {PLUGINS}.{module}\nprint(*(set(sys.modules) - before))"
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, **path},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     names = loaded.stdout.split()
     assert f"{PLUGINS}.{module}" in names
