@@ -215,7 +215,7 @@ def test_a_switch_that_starts_gets_all_flows_in_one_transaction(
 def test_a_lost_flow_of_the_bridge_resets_no_counter_of_a_guest(rig: Rig) -> None:
     def refused() -> int:
         # The switch adds the packets of its datapath to the flows.
-        rig.ask_switch("revalidator/purge")
+        _switch.appctl("revalidator/purge")
         return sum(
             packets
             for cookie, flow, packets in _flows.counted("ovsbr0")
