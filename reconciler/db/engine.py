@@ -147,13 +147,25 @@ def _alone(engine: sa.Engine) -> Iterator[sa.Connection]:
 def _sqlite_connect(connection: Any, _record: object) -> None:
     # The listener below begins transactions, so the driver must not begin them implicitly.
     connection.isolation_level = None
-    for pragma in (
-        "journal_mode = WAL",
-        "synchronous = FULL",
-        "foreign_keys = ON",
-        f"busy_timeout = {BUSY_MS}",
-    ):
+    connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+    _use_wal(connection)
+    for pragma in ("synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _use_wal(connection: Any) -> None:
+    """Of processes that open a new database at once, one has its lock while the others change its
+    journal. For that, SQLite does not wait.
+    """
+    end = time.monotonic() + BUSY_MS / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+        time.sleep(_NAP_S)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +111,18 @@ def test_a_creation_that_is_killed_leaves_nothing(empty: sa.Engine) -> None:
     assert current(empty) is None and sa.inspect(empty).get_table_names() == []
     # With functions of PostgreSQL, which exist once.
     assert migrate(empty) == head()
+
+
+@pytest.mark.covers("CTRL-2")
+def test_a_start_waits_for_the_one_that_makes_the_database(tmp_path: Path) -> None:
+    file = tmp_path / "new.db"
+    first = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+    first.execute("BEGIN IMMEDIATE")
+    end = threading.Timer(0.2, first.rollback)
+    end.start()
+    engine = open_engine(f"sqlite:///{file}")
+    assert migrate(engine) == head()
+    end.join()
 
 
 @pytest.mark.covers("CTRL-2")
