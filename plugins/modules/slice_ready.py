@@ -146,7 +146,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.slice import (
 )
 
 # Between two looks. With its address a guest has SSH within seconds.
-_PAUSE_SECONDS, _CLOSE_SECONDS = 1.0, 0.2
+_PAUSE_SECONDS = 1.0
+_CLOSE_SECONDS = 0.2
 _CONNECT_SECONDS = 3.0
 _SCAN_SECONDS = 150.0
 # Of the console's end, which is the guest's to write: more would not fit into a result.
