@@ -195,7 +195,7 @@ def _refuse_another(engine: Engine, manifest: dict[str, Any]) -> None:
             422,
             expected=f"a backup of a schema that this version knows, revision {migrations.span()}",
             found=f"revision {manifest['revision']} of version {manifest['version']}",
-            remedy="restore with the version of the service that made the backup",
+            remedy="restore with a version of the service that knows this revision",
         )
 
 

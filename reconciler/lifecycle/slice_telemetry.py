@@ -197,6 +197,8 @@ def record_refused(
             telemetry_samples.c.allocation_id == allocations.c.id, telemetry_samples.c.at > since
         )
         query = query.where(~newer)
+    # In the order of all that lock several.
+    query = query.order_by(allocations.c.id).with_for_update(key_share=True)
     for allocation in rows.every(conn, query, Allocation):
         readings = {
             kind: min(packets, MOST_REFUSED)

@@ -61,7 +61,7 @@ _TRANSIENT = frozenset({"command_timeout", "image_unreachable"})
 # Codes of a run without a reported end: its process or the connection to its host was lost.
 _BROKEN = frozenset({"run_failed", "run_lost", FOLDER_GONE})
 # Tasks of a node whose success may change the power of its slices.
-_OF_SLICES = frozenset({TaskKind.SLICE_DRIFT_RECONCILE, TaskKind.NODE_PARITY})
+_OF_SLICES = frozenset({TaskKind.SLICE_DRIFT_RECONCILE, TaskKind.NODE_PARITY, TaskKind.NODE_REBOOT})
 # Codes of failures that only Ansible or the system has put in words.
 _UNNAMED = frozenset({"task_failed", "system_error", "command_failed"})
 

@@ -155,7 +155,7 @@ class Facts:
         """Start the guest probe beside the checks that do not wait for it: it is expensive, mostly
         waits, and all checks share one run.
         """
-        _ = self._guest
+        _begun = self._guest
 
     @property
     def guest(self) -> _guest_probe.Finding:
@@ -179,7 +179,7 @@ class Facts:
         """Ask libvirt beside the checks of other things: its daemon, which stops when it is idle,
         may have to start first.
         """
-        _ = self._libvirt
+        _begun = self._libvirt
 
     @property
     def libvirt_version(self) -> str:

@@ -45,8 +45,8 @@ def migrate(engine: sa.Engine) -> str:
                 "schema_outdated",
                 expected=f"an empty database, or revision {span()}",
                 found=f"revision {revision}",
-                remedy="start the version of the service that made this database; this version"
-                " cannot convert it, so it needs a database of its own",
+                remedy="start the version of the service that made this database; an older revision"
+                f" needs a version that migrates it to {revisions()[0]} first",
             )
         # Only this needs Alembic, which is an eighth of what a worker loads.
         from alembic import command  # noqa: PLC0415
@@ -125,7 +125,7 @@ def span() -> str:
 
 @cache
 def program_version() -> str:
-    """Version of this program and the revision that it needs, such as "0.1.0+0051".
+    """Version of this program and the revision that it needs, such as "0.1.0+0058".
 
     As of the first call: the files of a running program may be replaced.
     """
