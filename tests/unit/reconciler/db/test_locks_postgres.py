@@ -263,7 +263,9 @@ def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
 
 
 @pytest.mark.covers("SLICE-8", "I16")
-@pytest.mark.parametrize("kind", [TaskKind.SLICE_DRIFT_RECONCILE, TaskKind.NODE_PARITY])
+@pytest.mark.parametrize(
+    "kind", [TaskKind.SLICE_DRIFT_RECONCILE, TaskKind.NODE_PARITY, TaskKind.NODE_REBOOT]
+)
 def test_the_end_of_a_look_at_a_host_waits_for_its_slices_and_does_not_hold_the_host(
     sold: Site, beside: Beside, kind: TaskKind
 ) -> None:
@@ -277,10 +279,12 @@ def test_the_end_of_a_look_at_a_host_waits_for_its_slices_and_does_not_hold_the_
         )
         off(holdings)
         holdings["domains"]["found"][0]["off_by_guest"] = True
-        queue.enqueue(conn, queue.Enqueue(kind, "n1", "node", "n1"), ADMIN)
+        work = queue.Enqueue(kind, "n1", "node", "n1", parameters={"guests": [], "boot_id": "b"})
+        queue.enqueue(conn, work, ADMIN)
     with transaction(sold.engine) as conn:
         (task,) = leasing.lease(conn, "worker", kinds=[kind])
     evidence = {"holdings": holdings, "identity": identity, "parity": sold.parity(0)}
+    evidence["powered_off"] = []
     outcome = Outcome("successful", {"ok": True, "evidence": evidence})
     with transaction(sold.engine) as conn:
         rows.get(conn, Allocation, key, lock=True)
