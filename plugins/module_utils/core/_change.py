@@ -223,6 +223,7 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         )
         # The steps are done. What was read before them is no fact any more.
         outcome.failure, outcome.failed_step, outcome.facts = refusal, "verify", {}
+        outcome.doubts = [*reported, *outcome.doubts]
     return outcome
 
 

@@ -220,7 +220,7 @@ def boot(settings_path: str) -> int:
 
     The card's link may appear later.
     """
-    waiting = ("tmfifo_missing", STOPPED, "command_failed")
+    waiting = ("tmfifo_missing", STOPPED, "command_failed", "command_timeout")
     failed = _boot_service.boot(LIVE, settings_path, wait_for=waiting, required=True)
     return failed or watch(settings_path)
 

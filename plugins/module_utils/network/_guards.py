@@ -314,8 +314,8 @@ def _guard_bridge(params: Params) -> None:
 
 
 def _at_once_if_hung(refusal: Refusal) -> Refusal:
-    """The refusal, unless it is of a program that did not end, which is raised."""
-    if refusal.code in ("command_timeout", "command_hung"):
+    """The refusal. That of a program that did not end, or of a lock that is held, is raised."""
+    if refusal.code in ("command_timeout", "command_hung", "lock_held"):
         raise refusal
     return refusal
 
@@ -372,7 +372,8 @@ def ingress_of(guard: _flows.Guard) -> tuple[_ingress.Rule, ...]:
 
 def _one_writer() -> AbstractContextManager[None]:
     """One process at a time reads the files and loads them, so that none loads an older state."""
-    return _host.locked("/run/gpuaas/guards", mode=0o700)
+    # A guardian that waits for longer is ended by its watchdog.
+    return _host.locked("/run/gpuaas/guards", mode=0o700, wait_s=60)
 
 
 def reload_firewall() -> None:

@@ -71,7 +71,7 @@ def admit(domain: str, definition: str) -> None:
     end = time.monotonic() + _DEADLINE_S
     while True:
         # Again each time, because a switch that has restarted gives another number.
-        number = _flows.await_port(guard.port, deadline=_DEADLINE_S)
+        number = _flows.await_port(guard.port, deadline=max(end - time.monotonic(), 0.1))
         left = _restored(settings, guard, number)
         if not left:
             return

@@ -69,7 +69,7 @@ def _ask(
 
     argv: the program with the same question, for the refusal.
     """
-    end = time.monotonic() + ANSWER_S
+    end, code = time.monotonic() + ANSWER_S, "command_failed"
     try:
         with socket.socket(socket.AF_UNIX) as handle:
             handle.settimeout(ANSWER_S)
@@ -88,8 +88,10 @@ def _ask(
         return None
     except (OSError, ValueError, LookupError, TypeError) as broken:
         problem = f"{type(broken).__name__}: {broken}"
+        if isinstance(broken, TimeoutError):
+            code = "command_timeout"
     raise Refusal(
-        "command_failed",
+        code,
         expected=f"Open vSwitch to answer `{' '.join(argv)}` within {ANSWER_S:g} s",
         found=problem[:2000],
         remedy="look at `journalctl -u ovsdb-server -u ovs-vswitchd`",

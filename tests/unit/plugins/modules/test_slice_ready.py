@@ -177,6 +177,21 @@ def test_the_probes_are_asked_while_ssh_is_waited_for(
     assert ("listened", None) not in inquiry.asked
 
 
+def test_a_guest_that_answers_does_not_shorten_the_pause(
+    guest: Guest, inquiry: type[Inquiry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have the host look at its SSH without an end."""
+    reads = itertools.count()
+    sleeps: list[float] = []
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(reads) / 100)
+    monkeypatch.setattr(module.time, "sleep", sleeps.append)
+    guest.lease(MAC, IP)
+    runtime = {"driver": "570-server", "probes": {"gpu_compute": 900}}
+    _change.attend(Module(check_mode=False, guest_runtime=runtime, deadline=1), module.watch)
+    assert ("listened", None) in inquiry.asked
+    assert min(sleeps) == pytest.approx(module._CLOSE_SECONDS - 0.01)
+
+
 def test_a_guest_with_its_address_is_looked_at_often_until_it_speaks(
     guest: Guest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
