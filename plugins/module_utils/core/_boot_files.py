@@ -25,7 +25,6 @@ LIBRARY = "/usr/local/lib/gpuaas"
 PACKAGE = _source_closure.PACKAGE
 UNITS = "/etc/systemd/system"
 PROGRAMS = "/usr/local/sbin"
-HOOK = _object_names.START_HOOK
 # Path and digest of code and settings, by service. Only root reads and writes it.
 RECORD = f"{_host.STATE_DIRECTORY}/boot-code.json"
 
@@ -124,7 +123,7 @@ class Unit:
 
     @property
     def programs(self) -> tuple[str, ...]:
-        return (self.program, *((HOOK,) if self.start_hook else ()))
+        return (self.program, *((_object_names.START_HOOK,) if self.start_hook else ()))
 
 
 def frame(unit: Unit) -> dict[str, tuple[str, int]]:
@@ -145,7 +144,7 @@ def frame(unit: Unit) -> dict[str, tuple[str, int]]:
     files = {unit.program: (program, 0o755), unit.path: (definition, 0o644)}
     if unit.start_hook:
         hook = _HOOK.format(**_import_of(unit.start_hook), prefix=_object_names.PREFIX)
-        files[HOOK] = (hook, 0o755)
+        files[_object_names.START_HOOK] = (hook, 0o755)
     return files
 
 

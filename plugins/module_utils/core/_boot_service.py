@@ -28,6 +28,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _command,
     _file_edits,
     _host,
+    _object_names,
     _repairs,
     _source_closure,
 )
@@ -334,7 +335,7 @@ def _remove_folders(unit: Unit) -> None:
     """Remove the folders of the unit's drop-ins and of its hook. A folder that is not empty
     stays.
     """
-    hooks = PurePosixPath(_boot_files.HOOK).parents[:2] if unit.start_hook else ()
+    hooks = PurePosixPath(_object_names.START_HOOK).parents[:2] if unit.start_hook else ()
     for absolute in (*_boot_files.folders(unit), *map(str, hooks)):
         with contextlib.suppress(OSError):
             _host.path(absolute).rmdir()

@@ -153,8 +153,7 @@ def drive_parts(parts: Sequence[Part], params: Params, *, check_mode: bool) -> O
             given = part.params(params, whole.facts)
             outcome = drive(part.subject, given, check_mode=check_mode)
         except (Refusal, OSError, ValueError) as problem:
-            refusal = problem if isinstance(problem, Refusal) else _unforeseen(part.name, problem)
-            outcome = Outcome(plan=Plan(), failure=refusal)
+            outcome = Outcome(plan=Plan(), failure=_as_refusal(part.name, problem))
         whole = Outcome(
             plan=Plan((*whole.plan.steps, *outcome.plan.steps), outcome.plan.blockers),
             changed=whole.changed or outcome.changed,
@@ -197,8 +196,7 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
         try:
             evidence = subject.apply(params, step)
         except (Refusal, OSError, ValueError) as problem:
-            about = f"{step.name} of {step.subject}"
-            refusal = problem if isinstance(problem, Refusal) else _unforeseen(about, problem)
+            refusal = _as_refusal(f"{step.name} of {step.subject}", problem)
             # The step may have acted before it failed, so the host counts as changed.
             outcome.changed = True
             if step.soft:
@@ -218,17 +216,17 @@ def _drive(subject: Subject, params: Params, *, check_mode: bool) -> Outcome:
     try:
         _verify(subject, params, outcome, reported)
     except (Refusal, OSError, ValueError) as problem:
-        refusal = (
-            problem if isinstance(problem, Refusal) else _unforeseen("the second read", problem)
-        )
+        outcome.failure, outcome.failed_step = _as_refusal("the second read", problem), "verify"
         # The steps are done. What was read before them is no fact any more.
-        outcome.failure, outcome.failed_step, outcome.facts = refusal, "verify", {}
+        outcome.facts = {}
         outcome.doubts = [*reported, *outcome.doubts]
     return outcome
 
 
-def _unforeseen(about: str, problem: Exception) -> Refusal:
+def _as_refusal(about: str, problem: Exception) -> Refusal:
     """A system error as a refusal, so that completed steps are restored after it too."""
+    if isinstance(problem, Refusal):
+        return problem
     if isinstance(problem, PermissionError) and os.geteuid() != 0:
         return _root_required(problem)
     frames = traceback.extract_tb(problem.__traceback__)

@@ -21,6 +21,8 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import R
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # How long a killed program may take to end.
 _END_S = 5.0
+# Codes of refusals of programs that did not end in their time.
+HUNG = ("command_timeout", "command_hung")
 # A removal of very many files.
 REMOVAL_S = 3600
 

@@ -315,7 +315,7 @@ def _guard_bridge(params: Params) -> None:
 
 def _at_once_if_hung(refusal: Refusal) -> Refusal:
     """The refusal. That of a program that did not end, or of a lock that is held, is raised."""
-    if refusal.code in ("command_timeout", "command_hung", "lock_held"):
+    if refusal.code in (*_command.HUNG, "lock_held"):
         raise refusal
     return refusal
 

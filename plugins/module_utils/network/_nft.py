@@ -63,7 +63,7 @@ def prepare(tables: Iterable[Table]) -> None:
         if len(due) > 1:
             _print(due)
     except Refusal as refusal:
-        if refusal.code in ("command_timeout", "command_hung"):
+        if refusal.code in _command.HUNG:
             raise
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_files,
     _boot_units,
     _command,
     _file_edits,
     _host,
+    _object_names,
     _pci,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
@@ -376,7 +376,7 @@ def network_service(facts: Facts) -> Verdict:
     if (unit.active, unit.result) != ("active", "success"):
         problems.append(f"{name} is {unit.active}/{unit.sub} ({unit.result})")
     for daemon in _start_hook.unnoticed():
-        problems.append(f"{daemon} is older than {_boot_files.HOOK} and does not call it")
+        problems.append(f"{daemon} is older than {_object_names.START_HOOK} and does not call it")
     settings = _baseline_files.settings(facts.network)
     problems += _file_edits.unlike_settings(_baseline_files.SETTINGS, settings)
     return verdict(problems, f"{unit.active}/{unit.sub}")

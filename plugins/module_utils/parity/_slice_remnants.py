@@ -371,7 +371,7 @@ def _libvirt_service(_facts: Facts) -> Iterator[Item]:
 
 def _files(_facts: Facts) -> Iterator[Item]:
     """Every unit, `enable` link or program under this collection's names, whatever wrote it."""
-    units, hooks = _boot_files.UNITS, str(PurePosixPath(_boot_files.HOOK).parent)
+    units, hooks = _boot_files.UNITS, str(PurePosixPath(_object_names.START_HOOK).parent)
     links = [f"{units}/{name}" for name in _host.matching(units, "*.wants")]
     for place, pattern, *more in (
         (units, "gpuaas-slice-*", *links),

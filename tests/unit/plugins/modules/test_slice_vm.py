@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_files,
     _change,
     _command,
     _host,
@@ -163,7 +162,7 @@ def a_definition_that_libvirt_refuses(host: Host, patch: pytest.MonkeyPatch) -> 
 
 
 def a_network_without_its_record(host: Host, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    _host.write(_boot_files.HOOK, "")
+    _host.write(_object_names.START_HOOK, "")
     _host.remove(_baseline_files.SETTINGS)
     return {}
 

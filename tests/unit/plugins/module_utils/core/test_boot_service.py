@@ -17,6 +17,7 @@ from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
     _boot_service,
     _change,
     _host,
+    _object_names,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.core._errors import Refusal
 
@@ -209,9 +210,9 @@ def test_the_start_hook_goes_with_its_unit(tree: Path, script: Any, site: tuple[
     script.on("systemctl", "daemon-reload").on("systemctl", "enable", "--no-reload", UNIT.service)
     script.on("systemctl", "disable", "--now", "--no-reload", UNIT.service)
     _boot_service.apply(unit, step("install_service"))
-    assert _host.path(_boot_files.HOOK).stat().st_mode & 0o777 == 0o755
-    _host.write(_boot_files.HOOK, "#!/bin/sh\n", 0o755)
-    assert any(_boot_files.HOOK in problem for problem in _boot_files.edited(unit))
+    assert _host.path(_object_names.START_HOOK).stat().st_mode & 0o777 == 0o755
+    _host.write(_object_names.START_HOOK, "#!/bin/sh\n", 0o755)
+    assert any(_object_names.START_HOOK in problem for problem in _boot_files.edited(unit))
     _boot_service.apply(unit, step("remove_service"))
     files = {file for file in (tree / "etc/libvirt").rglob("*") if file.is_file()}
     assert files == {_host.path(path) for path in ("/etc/libvirt/qemu.conf", *site)}
@@ -238,7 +239,7 @@ def test_the_start_hook_concerns_the_start_of_slices_alone(
     unit = dataclasses.replace(UNIT, start_hook="network._start_hook")
     files = _boot_files.frame(unit)
     hook = tree / "hook"
-    hook.write_text(files[_boot_files.HOOK][0])
+    hook.write_text(files[_object_names.START_HOOK][0])
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-I", str(hook), *words, "-"]
@@ -480,8 +481,8 @@ def test_what_a_killed_run_leaves_beside_the_start_hook_is_no_program(
     monkeypatch.setattr(Path, "unlink", lambda *_arguments, **_options: None)
     # The text cannot be encoded, so the write ends in its middle.
     with pytest.raises(UnicodeEncodeError):
-        _host.write(_boot_files.HOOK, "#!/usr/bin/python3 -I\n\ud800", 0o755)
-    (draft,) = _host.path(_boot_files.HOOK).parent.iterdir()
+        _host.write(_object_names.START_HOOK, "#!/usr/bin/python3 -I\n\ud800", 0o755)
+    (draft,) = _host.path(_object_names.START_HOOK).parent.iterdir()
     assert not os.access(draft, os.X_OK)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpuaas.slice.plugins.module_utils.core import (
-    _boot_files,
     _boot_service,
     _change,
     _command,
     _host,
+    _object_names,
     _source_closure,
 )
 from ansible_collections.gpuaas.slice.plugins.module_utils.network import (
@@ -148,10 +148,10 @@ def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
     assert systemd.calls.count(["systemctl", "try-restart", f"{daemon}.service"]) == 1
     assert drive().plan.steps == ()
     # It is compared like the rest of the service, and goes with it.
-    hook = tree / _boot_files.HOOK[1:]
+    hook = tree / _object_names.START_HOOK[1:]
     assert hook.stat().st_mode & 0o777 == 0o755
     hook.write_text("#!/bin/sh\n")
-    assert _boot_files.HOOK in drive().plan.steps[0].before["differing"]
+    assert _object_names.START_HOOK in drive().plan.steps[0].before["differing"]
     hook.unlink()
     assert _start_hook.unnoticed() == [daemon]
     drive()

@@ -119,7 +119,7 @@ FILES = [
     ("boot_services", f"{UNITS}/multi-user.target.wants/gpuaas-slice-vfio.service", "x"),
     ("boot_services", "/usr/local/sbin/gpuaas-slice-network-baseline.sh", "x"),
     ("boot_services", "/usr/local/lib/gpuaas/x.py", "x"),
-    ("boot_services", _boot_files.HOOK, "x"),
+    ("boot_services", _object_names.START_HOOK, "x"),
     ("module_cache", _module_cache.PROGRAM, "x"),
     ("module_cache", f"{_module_cache.CODE}/code", "x"),
     ("gpu_services_quiesced", "/var/lib/gpuaas/before/gpu-services.json", "{}"),
