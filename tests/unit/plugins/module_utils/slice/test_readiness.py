@@ -543,7 +543,8 @@ def test_a_repeated_request_gets_the_same_answers(monkeypatch: pytest.MonkeyPatc
     assert sent[0] == sent[1]
 
 
-# Reads an answer of a probe that is given by its code.
+# Runs probes that are given by their code. Processes share its output, so each line is one write:
+# with PYTHONUNBUFFERED `print` takes two.
 APART = """\
 import json, os, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -552,7 +553,7 @@ guest._TIMEOUT_S = float(sys.argv[3])
 port = os.open("/dev/null", os.O_RDONLY)
 
 def hang(_settings):
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\n" % os.getpid())
     time.sleep(600)
 
 def crash(_settings):
@@ -570,7 +571,7 @@ def late(_settings):
 
 guest.PROBES = {name: globals()[name] for name in sys.argv[2].split(",")}
 for name, result in guest._apart(dict.fromkeys(guest.PROBES, {})):
-    print(json.dumps([name, result]), flush=True)
+    os.write(1, json.dumps([name, result]).encode() + b"\n")
 """
 
 
