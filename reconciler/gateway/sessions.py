@@ -35,6 +35,8 @@ T = TypeVar("T")
 Claim: TypeAlias = tuple[str, ...]
 # Threads that authorise open sessions. All but one may be held up by a session each.
 _JUDGES = 4
+# Columns or rows of a terminal.
+LARGEST = 1000
 
 
 @dataclass(frozen=True)

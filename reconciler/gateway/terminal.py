@@ -18,7 +18,7 @@ import asyncssh
 from sqlalchemy import Connection
 
 from reconciler.gateway.machine import Machine
-from reconciler.gateway.sessions import Session
+from reconciler.gateway.sessions import LARGEST, Session
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.errors import Problem
 from reconciler.records import terminals
@@ -27,7 +27,6 @@ log = logging.getLogger("gpuaas.gateway")
 
 # Limits in bytes: of output that waits for its reader, and of a single piece of it.
 WINDOW, PIECE = 256 << 10, 32 << 10
-LARGEST = 1000
 
 
 @dataclass(frozen=True)

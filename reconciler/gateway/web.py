@@ -12,10 +12,10 @@ import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import asyncssh
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import Connection
@@ -25,9 +25,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from reconciler.api.security import SESSION, Caller, authenticate, credential
 from reconciler.db import journal
 from reconciler.db.schema import TerminalTicket
-from reconciler.gateway.machine import Machine
-from reconciler.gateway.sessions import Claim, Limits, Session, Sessions, keep, too_many
-from reconciler.gateway.terminal import LARGEST, Terminal, Wish, open_terminal
+from reconciler.gateway.sessions import LARGEST, Claim, Limits, Session, Sessions, keep, too_many
 from reconciler.lifecycle import ssh_access
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.act import Act
@@ -35,6 +33,9 @@ from reconciler.model.errors import Problem
 from reconciler.model.states import Role
 from reconciler.records import ssh_sessions, terminals, tokens
 from reconciler.trust.ca import open_trust
+
+if TYPE_CHECKING:
+    from reconciler.gateway.terminal import Terminal
 
 log = logging.getLogger("gpuaas.gateway")
 
@@ -233,11 +234,16 @@ class Browser(Session):
         grant = await self._let_in(ticket)
         heard: asyncio.Queue[_Frame | bytes] = asyncio.Queue(_HEARD)
         # Frames are read also while the machine is silent or takes no input: the page may go.
-        wish = Wish(frame.columns, frame.rows)
-        await _until_failure(self._hear(heard), self._run(grant, wish, heard))
+        await _until_failure(self._hear(heard), self._run(grant, frame, heard))
 
-    async def _run(self, grant: Grant, wish: Wish, heard: asyncio.Queue[_Frame | bytes]) -> None:
+    async def _run(self, grant: Grant, frame: _Frame, heard: asyncio.Queue[_Frame | bytes]) -> None:
+        # The library of SSH takes 6 MiB of each service, and many services open no terminal.
+        await asyncio.to_thread(import_module, "reconciler.gateway.terminal")
+        from reconciler.gateway.machine import Machine  # noqa: PLC0415
+        from reconciler.gateway.terminal import Wish, open_terminal  # noqa: PLC0415
+
         machine = Machine(self.gateway.trust, grant, self.gateway.limits.machine_s)
+        wish = Wish(frame.columns, frame.rows)
         try:
             self._terminal = await open_terminal(self, machine, grant, wish, "web")
             await self.gateway.write(lambda conn: _audit(conn, self.session, grant))
@@ -287,6 +293,8 @@ class Browser(Session):
 
     async def _type(self, terminal: Terminal, heard: asyncio.Queue[_Frame | bytes]) -> None:
         # A shell that has ended takes no input; `_show` ends with its output.
+        import asyncssh  # noqa: PLC0415  # `_run` has loaded it
+
         with suppress(OSError, asyncssh.Error):
             while True:
                 frame = await heard.get()
