@@ -50,12 +50,14 @@ def test_shared_options_stand_anywhere(line: str, expected: str) -> None:
 def test_a_command_loads_only_what_it_needs() -> None:
     code = "import sys, reconciler.cli.main; print(*sys.modules)"
     code += "; import reconciler.pools.worker; print(*sys.modules)"
-    command, worker = subprocess.run(
+    code += "; import reconciler.gateway.web; print(*sys.modules)"
+    command, worker, terminals = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     heavy = {"fastapi", "uvicorn", "ansible_runner", "lab", "jsonschema"}
     assert (heavy | {"httpx", "sqlalchemy", "pydantic"}).isdisjoint(command.split())
     assert (heavy | {"alembic", "redis"}).isdisjoint(worker.split())
+    assert "asyncssh" not in terminals.split()
 
 
 def test_which_version_it_is(gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> None:
