@@ -117,9 +117,9 @@ def show(
         places: dict[tuple[str, str], dict[str, int]] = {}
         for row in sums.slots:
             # Two profiles may be sold under one SKU.
-            sku = skus.get(row["profile"]) or row["profile"]
-            for counts in (total, places.setdefault((row["region"], sku), {})):
-                counts[row["status"]] = counts.get(row["status"], 0) + row["count"]
+            sku = skus.get(row.profile) or row.profile
+            for counts in (total, places.setdefault((row.region, sku), {})):
+                counts[row.status] = counts.get(row.status, 0) + row.count
         return Fleet(
             nodes=dict(by_state),
             regions=[RegionNodes(region=name, nodes=counts) for name, counts in sums.nodes.items()],

@@ -63,17 +63,17 @@ class Prices:
         """The present prices of the site."""
         return cls(sku_prices(context.settings.profiles_dir), context.settings.currency)
 
-    def charge(self, row: Record, gpu_ms: int) -> Record:
+    def charge(self, row: usage.Share | usage.Total, gpu_ms: int) -> Record:
         """The fields of `Charge` for milliseconds of a GPU. Sums are of exact amounts, and rounded
         once.
         """
-        kept = row["currency"] is not None
-        sold = row["capacity_shape"], row["sku"]
-        price = row["price"] if kept else str(self.by_sku.get(sold, ""))
+        kept = row.currency is not None
+        sold = row.capacity_shape, row.sku
+        price = row.price if kept else str(self.by_sku.get(sold, ""))
         exact = gpu_ms * Decimal(price or 0) / _HOUR_MS
         return {
             "price": price or None,
-            "currency": row["currency"] if kept else self.currency,
+            "currency": row.currency if kept else self.currency,
             "price_kept": kept,
             "cost": str(exact.quantize(_CENT, ROUND_HALF_UP)) if price else None,
         }
@@ -108,10 +108,10 @@ class ProjectUsageRecord(Charge):
     gpu_seconds: Amount
 
     @classmethod
-    def of_usage(cls, prices: Prices, row: Record) -> Self:
+    def of_usage(cls, prices: Prices, row: usage.Share) -> Self:
         """The answer for a row, with its share of the period in seconds."""
-        counted = row["counted_ms"]
-        gpu_ms = counted * row["gpu_count"]
+        counted = row.counted_ms
+        gpu_ms = counted * row.gpu_count
         return cls.of(
             row,
             counted_seconds=counted / 1000,
@@ -138,13 +138,13 @@ class UsageTotal(Charge):
     gpu_seconds: Amount
 
     @classmethod
-    def of_sum(cls, prices: Prices, row: Record) -> Self:
+    def of_sum(cls, prices: Prices, row: usage.Total) -> Self:
         """The answer for a row of sums in milliseconds."""
         return cls.of(
             row,
-            counted_seconds=row["counted_ms"] / 1000,
-            gpu_seconds=row["gpu_ms"] / 1000,
-            **prices.charge(row, row["gpu_ms"]),
+            counted_seconds=row.counted_ms / 1000,
+            gpu_seconds=row.gpu_ms / 1000,
+            **prices.charge(row, row.gpu_ms),
         )
 
 
@@ -219,7 +219,7 @@ def _page(
     context: Context,
     paging: PageRequest,
     selection: _Selection,
-    item: Callable[[Prices, Record], Item],
+    item: Callable[[Prices, usage.Share], Item],
 ) -> dict[str, Any]:
     page, prices = paging.page(usage.ORDER), Prices.of(context)
 
@@ -240,12 +240,12 @@ def _page(
 def _table(
     context: Context,
     selection: _Selection,
-    item: Callable[[Prices, Record], Item],
+    item: Callable[[Prices, usage.Share], Item],
     columns: tuple[str, ...],
 ) -> Response:
     period, prices = context.read(selection.period), Prices.of(context)
 
-    def read(page: Page) -> list[Record]:
+    def read(page: Page) -> list[usage.Share]:
         return context.read(
             lambda conn: usage.every(conn, period, project_id=selection.project_id, page=page)
         )

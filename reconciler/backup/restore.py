@@ -145,11 +145,11 @@ def _accepted_again(conn: Connection) -> dict[str, Any]:
     ]
     valid_host_keys = [
         {
-            "node": key["node_id"],
-            "host_key": key["public_key"],
-            "certified_at": clock.iso(key["since"]),
-            "valid_until": clock.iso(key["until"]),
-            "if_replaced_since": f"gpuaas nodes userdata {key['node_id']}, its script on the host",
+            "node": key.node_id,
+            "host_key": key.public_key,
+            "certified_at": clock.iso(key.since),
+            "valid_until": clock.iso(key.until),
+            "if_replaced_since": f"gpuaas nodes userdata {key.node_id}, its script on the host",
         }
         for key in certificates.accepted(conn)
     ]

@@ -71,6 +71,7 @@ def part(query: sa.Select[Any], order: Order, page: Page | None) -> sa.Select[An
 # A row of a query that names its columns itself, so that no class has them.
 Record = dict[str, Any]
 R = TypeVar("R", bound=Row)
+T = TypeVar("T")
 Made = tuple[tuple[str, sa.ColumnElement[Any]], ...]
 _PENDING = "gpuaas_kept_together"
 _JSON = sa.JSON().with_variant(JSONB(), "postgresql")
@@ -288,8 +289,8 @@ def first(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = Non
 @overload
 def every(conn: sa.Connection, query: sa.Select[Any]) -> list[Record]: ...
 @overload
-def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R]) -> list[R]: ...
-def every(conn: sa.Connection, query: sa.Select[Any], kind: type[R] | None = None) -> Any:
+def every(conn: sa.Connection, query: sa.Select[Any], kind: type[T]) -> list[T]: ...
+def every(conn: sa.Connection, query: sa.Select[Any], kind: type[T] | None = None) -> Any:
     """All rows, as this kind or as dicts of the query's columns."""
     make = kind or dict
     return [make(**row) for row in conn.execute(query).mappings()]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.rows import Record
 from reconciler.db.schema import Node, NodeCertificate, node_certificates, nodes
 from reconciler.model.errors import Problem
 from reconciler.model.states import NodeState
 from reconciler.records.nodes import require_installed
+
+
+@dataclass(frozen=True)
+class TrustedKey:
+    """A host key of a node, with start and end of its trust in epoch seconds."""
+
+    node_id: str
+    public_key: str
+    since: float
+    until: float
 
 
 def ends(conn: sa.Connection, node_ids: Iterable[str]) -> dict[str, float]:
@@ -35,8 +45,8 @@ def ends_where(conn: sa.Connection, which: sa.ColumnElement[bool]) -> dict[str, 
     return {str(node_id): float(until) for node_id, until in conn.execute(query)}
 
 
-def accepted(conn: sa.Connection) -> list[Record]:
-    """Trusted host keys by node, each with the start and the end of its trust."""
+def accepted(conn: sa.Connection) -> list[TrustedKey]:
+    """Host keys that are trusted now, by node."""
     table = node_certificates
     since, until = sa.func.min(table.c.created_at), sa.func.max(table.c.valid_until)
     query = (
@@ -47,15 +57,13 @@ def accepted(conn: sa.Connection) -> list[Record]:
         .having(until > clock.now())
         .order_by(table.c.node_id, since)
     )
-    return rows.every(conn, query)
+    return rows.every(conn, query, TrustedKey)
 
 
 def host_keys(conn: sa.Connection, node_id: str) -> list[str]:
     """Trusted host keys of a node: type and base64."""
     return [
-        " ".join(row["public_key"].split()[:2])
-        for row in accepted(conn)
-        if row["node_id"] == node_id
+        " ".join(key.public_key.split()[:2]) for key in accepted(conn) if key.node_id == node_id
     ]
 
 

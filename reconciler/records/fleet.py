@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -20,10 +19,40 @@ _PRESENT = slots.c.retired_at.is_(None)
 
 @dataclass(frozen=True)
 class Sums:
-    """Numbers of nodes by region and state, and of approved slots by region, profile and status."""
+    """Numbers of nodes by region and state, and of approved slots."""
 
     nodes: dict[str, dict[str, int]]
-    slots: list[dict[str, Any]]
+    slots: list[SlotCount]
+
+
+@dataclass(frozen=True)
+class SlotCount:
+    """Number of approved slots of one region, profile and status."""
+
+    region: str
+    profile: str
+    status: str
+    count: int
+
+
+@dataclass(frozen=True)
+class HeldSlot:
+    """A slot in short, with the allocation that holds it, or that left it blocked."""
+
+    id: str
+    node_id: str
+    slot_index: int
+    status: str
+    status_reason: str
+    health_state: str
+    allocation_id: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeWithSlots(Node):
+    """A node with its approved slots, in the order of their numbers."""
+
+    slots: list[HeldSlot]
 
 
 def sums(conn: sa.Connection) -> Sums:
@@ -42,7 +71,7 @@ def sums(conn: sa.Connection) -> Sums:
     by_region: dict[str, dict[str, int]] = defaultdict(dict)
     for region, state, count in conn.execute(counted):
         by_region[region][str(state)] = int(count)
-    return Sums(dict(by_region), [dict(row) for row in conn.execute(by_place).mappings()])
+    return Sums(dict(by_region), rows.every(conn, by_place, SlotCount))
 
 
 def regions(conn: sa.Connection) -> list[str]:
@@ -71,7 +100,7 @@ def nodes_with_slots(
     state: str | None = None,
     blocked: bool = False,
     page: Page | None = None,
-) -> list[dict[str, Any]]:
+) -> list[NodeWithSlots]:
     """Nodes in the order of their names, each with its slots and who is on them."""
     query = rows.where(sa.select(nodes), nodes, region=region, state=state)
     if state is None:
@@ -81,10 +110,10 @@ def nodes_with_slots(
         query = query.where(of_node.where(slots.c.status.in_(UNCLEAN_SLOTS)).exists())
     page_rows = rows.every(conn, part(query, ORDER, page), Node)
     of_nodes = _slots(conn, [node.id for node in page_rows])
-    return [{**vars(node), "slots": of_nodes[node.id]} for node in page_rows]
+    return [NodeWithSlots(**vars(node), slots=of_nodes[node.id]) for node in page_rows]
 
 
-def _slots(conn: sa.Connection, node_ids: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def _slots(conn: sa.Connection, node_ids: Sequence[str]) -> dict[str, list[HeldSlot]]:
     names = ("id", "node_id", "slot_index", "status", "status_reason", "health_state")
     # The claim of a blocked slot may have ended; its health then names the last allocation.
     last = slots.c.health_detail["allocation_id"].as_string()
@@ -100,7 +129,7 @@ def _slots(conn: sa.Connection, node_ids: Sequence[str]) -> dict[str, list[dict[
         .where(slots.c.node_id.in_(node_ids), _PRESENT)
         .order_by(slots.c.slot_index)
     )
-    of_nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in conn.execute(query).mappings():
-        of_nodes[row["node_id"]].append(dict(row))
+    of_nodes: dict[str, list[HeldSlot]] = defaultdict(list)
+    for slot in rows.every(conn, query, HeldSlot):
+        of_nodes[slot.node_id].append(slot)
     return of_nodes

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from reconciler.db import clock, rows
-from reconciler.db.rows import Order, Page, Record, part
+from reconciler.db.rows import Order, Page, part
 from reconciler.db.schema import Allocation, Usage, claims, history, usage
 from reconciler.model.errors import Problem
 from reconciler.model.states import AllocationState, ClaimState
@@ -33,6 +33,27 @@ class Period:
 
     start: float
     end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share(Usage):
+    """A usage record with its share of a period, in whole milliseconds."""
+
+    counted_ms: int
+
+
+@dataclass(frozen=True)
+class Total:
+    """The records of one project, shape, SKU and price together."""
+
+    project_id: str
+    capacity_shape: str
+    sku: str
+    price: str
+    currency: str | None
+    allocations: int
+    counted_ms: int
+    gpu_ms: int
 
 
 def begin(conn: sa.Connection, allocation_id: str) -> None:
@@ -98,13 +119,13 @@ def _within(moment: float | None, now: float, otherwise: float) -> float:
 
 def every(
     conn: sa.Connection, span: Period, *, project_id: str | None = None, page: Page | None = None
-) -> list[Record]:
+) -> list[Share]:
     """Records that overlap the period, oldest first, each with its share of the period.
 
-    counted_ms: whole milliseconds in the period. Ends are rounded before they are compared, so that
+    Ends are rounded before they are compared, so that
     the counts of two adjacent periods add up exactly to the count of both together.
     """
-    return rows.every(conn, part(_overlapping(span, project_id), ORDER, page))
+    return rows.every(conn, part(_overlapping(span, project_id), ORDER, page), Share)
 
 
 def unfinished(conn: sa.Connection) -> list[Usage]:
@@ -113,7 +134,7 @@ def unfinished(conn: sa.Connection) -> list[Usage]:
     return rows.every(conn, query.order_by(usage.c.started_at, usage.c.allocation_id), Usage)
 
 
-def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) -> list[Record]:
+def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) -> list[Total]:
     """Sums over all records, by project, shape, SKU and price, as the lines of a bill."""
     each = _overlapping(span, project_id).subquery()
     names = ("project_id", "capacity_shape", "sku", "price", "currency")
@@ -124,7 +145,7 @@ def totals(conn: sa.Connection, span: Period, *, project_id: str | None = None) 
         _whole(sa.func.sum(each.c.counted_ms)).label("counted_ms"),
         _whole(sa.func.sum(each.c.counted_ms * each.c.gpu_count)).label("gpu_ms"),
     )
-    return rows.every(conn, query.group_by(*by).order_by(*by))
+    return rows.every(conn, query.group_by(*by).order_by(*by), Total)
 
 
 def _overlapping(span: Period, project_id: str | None) -> sa.Select[Any]:

@@ -23,7 +23,7 @@ from reconciler.db.engine import transaction
 from reconciler.db.schema import usage as usage_table
 from reconciler.doctor import installation
 from reconciler.lifecycle import host, recovery
-from reconciler.records import allocations, queue, tokens
+from reconciler.records import allocations, queue, tokens, usage
 from reconciler.settings import Settings
 from reconciler.work.handler import open_work
 from tests.unit.reconciler.api.stack import ACT, NODE, Stack
@@ -179,8 +179,9 @@ def test_what_is_older_than_its_price_has_the_present_one(
 def test_money_is_decimal(price: str, hours: str, cost: str) -> None:
     """Rounded once, and half a hundredth up."""
     prices = usage_routes.Prices({("gpu_slice", "sku"): Decimal(price)}, "EUR")
-    row = {"capacity_shape": "gpu_slice", "sku": "sku", "price": "", "currency": None}
-    assert prices.charge(row, int(Decimal(hours) * 3_600_000))["cost"] == cost
+    gpu_ms = int(Decimal(hours) * 3_600_000)
+    total = usage.Total("p1", "gpu_slice", "sku", "", None, 1, gpu_ms, gpu_ms)
+    assert prices.charge(total, gpu_ms)["cost"] == cost
 
 
 @pytest.mark.parametrize("price", [2.5, "2,50", "-1", "1e3", "NaN"])

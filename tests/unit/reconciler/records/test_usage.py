@@ -37,7 +37,7 @@ def wipe(sold: Site, conn: sa.Connection, allocation_id: str) -> None:
 
 def counted(conn: sa.Connection, start: float, end: float) -> dict[str, int]:
     usage_rows = usage.every(conn, Period(start, end))
-    return {row["allocation_id"]: row["counted_ms"] for row in usage_rows}
+    return {row.allocation_id: row.counted_ms for row in usage_rows}
 
 
 @pytest.mark.covers("CTRL-14")
@@ -45,9 +45,9 @@ def test_from_active_to_the_request_of_its_release(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         allocation_id = sold.active(conn, 2)
         (running,) = usage.every(conn, ALWAYS)
-        assert (running["ended_at"], running["end_state"], running["gpu_count"]) == (None, "", 2)
-        assert running["started_at"] == allocations.get(conn, allocation_id).activated_at
-        assert [claim["slot_index"] for claim in running["claims"]] == [0, 1]
+        assert (running.ended_at, running.end_state, running.gpu_count) == (None, "", 2)
+        assert running.started_at == allocations.get(conn, allocation_id).activated_at
+        assert [claim["slot_index"] for claim in running.claims] == [0, 1]
         launch.release(conn, allocation_id, sold.act)
         (over,) = usage.every(conn, ALWAYS)
         (requested_at,) = (
@@ -55,9 +55,9 @@ def test_from_active_to_the_request_of_its_release(sold: Site) -> None:
             for row in journal.history_of(conn, "allocation", allocation_id)
             if row.event == "release"
         )
-        assert (over["ended_at"], over["end_state"]) == (requested_at, "released")
-        length = round(over["ended_at"] * 1000) - round(over["started_at"] * 1000)
-        assert over["counted_ms"] == length
+        assert (over.ended_at, over.end_state) == (requested_at, "released")
+        length = round(over.ended_at * 1000) - round(over.started_at * 1000)
+        assert over.counted_ms == length
         wipe(sold, conn, allocation_id)
         assert usage.every(conn, ALWAYS) == [over], "the wipe is the provider's"
 
@@ -75,7 +75,7 @@ def test_force_release_ends_it_although_nobody_answers(sold: Site) -> None:
         host.lost(conn, "n1", sold.act)
         recovery.force_release(conn, allocation_id, sold.act)
         (over,) = usage.every(conn, ALWAYS)
-        assert over["end_state"] == "released"
+        assert over.end_state == "released"
         host.regained(conn, "n1", sold.act)
         recovery.repair(conn, recovery.blocked(conn)[0].id, sold.act)
         sold.finish(conn, TaskKind.SLICE_WIPE)
@@ -83,7 +83,7 @@ def test_force_release_ends_it_although_nobody_answers(sold: Site) -> None:
         assert slices.cleanup_succeeded(
             conn, allocation_id, sold.act, proofs=given, absence={"absent": True}
         )
-        assert usage.every(conn, ALWAYS)[0]["ended_at"] == over["ended_at"]
+        assert usage.every(conn, ALWAYS)[0].ended_at == over.ended_at
 
 
 def test_a_clean_up_that_fails_is_not_counted(sold: Site) -> None:
@@ -95,7 +95,7 @@ def test_a_clean_up_that_fails_is_not_counted(sold: Site) -> None:
         slices.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error={})
         recovery.force_cleanup(conn, allocation_id, sold.act, runtime_verified_absent=True)
         assert usage.every(conn, ALWAYS) == [over]
-        assert over["ended_at"] is not None
+        assert over.ended_at is not None
 
 
 def test_a_release_that_an_earlier_version_began_ends_as_it_was_asked(sold: Site) -> None:
@@ -103,7 +103,7 @@ def test_a_release_that_an_earlier_version_began_ends_as_it_was_asked(sold: Site
         allocation_id = sold.active(conn)
         launch.release(conn, allocation_id, sold.act)
         (over,) = usage.every(conn, ALWAYS)
-        backdate(conn, allocation_id, over["started_at"], None)
+        backdate(conn, allocation_id, over.started_at, None)
         wipe(sold, conn, allocation_id)
         assert usage.every(conn, ALWAYS) == [over]
 
@@ -123,10 +123,10 @@ def test_adjacent_periods_add_up_exactly(sold: Site) -> None:
         assert counted(conn, 2000.001, 2500.0) == {second: 499_999}
         assert counted(conn, 100.0, 1000.0) == {}
         (total,) = usage.totals(conn, Period(900.0, 3000.0))
-        assert (total["allocations"], total["counted_ms"]) == (2, sum(whole.values()))
-        assert total["gpu_ms"] == sum(whole.values())
+        assert (total.allocations, total.counted_ms) == (2, sum(whole.values()))
+        assert total.gpu_ms == sum(whole.values())
         periods = usage.every(conn, Period(900.0, 3000.0), project_id="p1")
-        assert [row["allocation_id"] for row in periods] == [first, second]
+        assert [row.allocation_id for row in periods] == [first, second]
         assert usage.every(conn, Period(900.0, 3000.0), project_id="none") == []
 
 
