@@ -75,7 +75,7 @@ class Explanation(Answer):
     reasons: SlotCounts
     nearest: list[NearestRequest]
     nodes: list[NodeExplanation]
-    nodes_not_told: int
+    nodes_left_out: int
 
 
 class PlacementJudgement(Answer):

@@ -44,7 +44,7 @@ def explain(snapshot: Snapshot, want: Want) -> Explanation:
         "reasons": _by_frequency(reasons),
         "nearest": _nearest(snapshot, want, most),
         "nodes": [_node(node, fits[node.node.id]) for node in ranked[:LISTED]],
-        "nodes_not_told": max(0, len(ranked) - LISTED),
+        "nodes_left_out": max(0, len(ranked) - LISTED),
     }
 
 
@@ -64,13 +64,13 @@ def explain_machines(nodes: Iterable[NodeView], want: Want) -> Explanation:
         "reasons": _by_frequency(Counter(reasons.values())),
         "nearest": [],
         "nodes": listed[:LISTED],
-        "nodes_not_told": max(0, len(listed) - LISTED),
+        "nodes_left_out": max(0, len(listed) - LISTED),
     }
 
 
 def public(explanation: Mapping[str, Any]) -> Explanation:
     """The part that a tenant may see: sums without nodes."""
-    hidden = ("nodes", "nodes_not_told")
+    hidden = ("nodes", "nodes_left_out")
     return {key: value for key, value in explanation.items() if key not in hidden}
 
 

@@ -68,7 +68,7 @@ def test_a_refused_launch_tells_admins_where_and_members_how_many(selling: Stack
         problems[who] = answer.json()
     nodes = problems["admin"]["explanation"].pop("nodes")
     assert [row["node_id"] for row in nodes] == [NODE]
-    problems["admin"]["explanation"].pop("nodes_not_told")
+    problems["admin"]["explanation"].pop("nodes_left_out")
     assert problems["member"]["explanation"] == problems["admin"]["explanation"]
     assert problems["member"]["explanation"]["nearest"] == [{"gpus": 2, "region": "", "pool": ""}]
     assert problems["member"]["explanation"]["summary"] == "2 GPUs free, no 3 on one node"

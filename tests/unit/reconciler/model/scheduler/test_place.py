@@ -185,7 +185,7 @@ def test_many_nodes_are_summed_and_the_nearest_are_told() -> None:
     fleet = [node(f"n{i:03}", slot(0, f"n{i:03}")) for i in range(LISTED + 5)]
     fleet.append(node("z", slot(0, "z"), slot(1, "z")))
     explanation = explain(Snapshot.of(fleet), Want(3))
-    assert (explanation["free"], explanation["nodes_not_told"]) == (LISTED + 7, 6)
+    assert (explanation["free"], explanation["nodes_left_out"]) == (LISTED + 7, 6)
     assert explanation["nodes"][0]["node_id"] == "z"
 
 
