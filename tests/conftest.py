@@ -91,7 +91,7 @@ def _programs() -> None:
 
 
 class Script:
-    """Scripted programs: an argument list that nobody scripted fails the test."""
+    """Scripted programs: an unscripted argument list fails the test."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, ...], list[_command.Result]] = {}

@@ -1,4 +1,4 @@
-"""A story played on a deployed machine that only it sees: a copy of this one, with stand-ins."""
+"""Shell stories on a private deployed machine: a copy of this machine, with stand-ins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = ROOT / "tests" / "data" / "deployed_machine"
-# Processes too: a virtual machine that runs here is not one of the deployed machine's.
+# Processes too: a virtual machine that runs here does not belong to the deployed machine.
 ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 
@@ -19,7 +19,7 @@ NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def play(
     story: str, scratch: Path, *words: str, environment: Mapping[str, str], limit_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run the shell story with `words` as its arguments; `scratch` holds what it changes."""
+    """Run the shell story with `words` as its arguments; `scratch` holds its changes."""
     scratch.mkdir()
     inside = [str(MACHINE / "enter.sh"), str(scratch), str(MACHINE / "program")]
     done = subprocess.run(

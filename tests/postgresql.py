@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
-# Bytes that Linux takes for a socket's path; one more is the zero at its end.
+# Maximum bytes of a socket's path in Linux, without the zero at its end.
 _LONGEST = 107
-# Of a path that stands in a URL, in a list of hosts and in a shell's words as it is.
+# A path that needs no quoting in a URL, a list of hosts and a shell's words.
 _PLAIN = re.compile(r"[A-Za-z0-9_/.-]+")
 # In a server's folder: locked as long as the process lives that started it.
 _STARTER = "starter"
@@ -41,8 +41,9 @@ class Server:
         return self._url("postgres")
 
     def database(self, name: str, *, of: str = "template1") -> str:
-        """The URL of a new database of this name, a copy of one that is not in use, or empty; what
-        was there is gone.
+        """Create a database of this name, empty or a copy of an unused database; return its URL.
+
+        An existing database of this name is dropped.
         """
         gone = f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)'
         where = ("-h", str(self.folder), "-U", "gpuaas", "-d", "postgres", "-q")
@@ -50,11 +51,11 @@ class Server:
         return self._url(name)
 
     def start(self) -> None:
-        """Until it takes connections."""
+        """Start the server and wait until it takes connections."""
         self._control("-l", f"{self.folder}/log", "-o", self.options, "start")
 
     def stop(self) -> None:
-        """At once: clients are cut off, nothing is tidied up, the log is replayed at the start."""
+        """Stop at once and not cleanly: clients are cut off, the next start replays the log."""
         self._control("-m", "immediate", "stop")
 
     def run(self, program: str, *words: str) -> str:
@@ -64,7 +65,7 @@ class Server:
         return done.stdout
 
     def _control(self, *words: str) -> None:
-        # What it says goes to the log: a pipe would be held open by the server itself.
+        # Its output goes to the log, because the server would keep a pipe open.
         argv = [*self.prefix, f"{self.binaries}/pg_ctl", "-D", f"{self.folder}/data", "-w", *words]
         subprocess.run(argv, check=True, cwd=self.folder, stdout=subprocess.DEVNULL)
 
@@ -109,15 +110,16 @@ def claim(folder: Path) -> int:
     # A lock rather than the process's number, which another process may have by then.
     starter = os.open(folder / "new", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(starter, fcntl.LOCK_EX)
-    # Nobody sees it unlocked.
+    # The file is locked before it gets its name.
     (folder / "new").rename(folder / _STARTER)
     return starter
 
 
 def sweep(build: Path) -> None:
-    """End what those who were killed left behind: their servers and the folders."""
+    """End the servers whose starters were killed, and remove their folders."""
     for folder in build.glob("postgres-*"):
-        # Without that file it just begins, locked it is in use; else it is for the next to try.
+        # Without the file the folder is new; with a locked file it is in use. After an error it is
+        # left to the next sweep.
         with contextlib.suppress(OSError), (folder / _STARTER).open("r+") as starter:
             fcntl.flock(starter, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _end(folder)
@@ -125,7 +127,7 @@ def sweep(build: Path) -> None:
 
 
 def _end(folder: Path) -> None:
-    """End the server that works there, if one still does."""
+    """End the server that works there, if it still runs."""
     pid_file = folder / "data/postmaster.pid"
     for pid in pid_file.read_text().split()[:1] if pid_file.exists() else ():
         with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(int(pid))) as process:
@@ -137,7 +139,7 @@ def _end(folder: Path) -> None:
 
 
 def place(build: Path, prefix: Sequence[str]) -> Path:
-    """A new folder for a server: in this one, or in the system's, and then it says why."""
+    """A new folder for a server: in `build`, or in the system's folder with a printed reason."""
     build.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="postgres-", dir=build))
     problem = _problem(folder, prefix)
@@ -150,13 +152,13 @@ def place(build: Path, prefix: Sequence[str]) -> Path:
 
 
 def _problem(folder: Path, prefix: Sequence[str]) -> str:
-    """Why no server can have its socket there, "" when one can."""
+    """Why no server can have its socket there, "" if it can."""
     socket = f"{folder}/.s.PGSQL.5432"
     length = len(os.fsencode(socket))
     if length > _LONGEST:
         return f"{socket} has {length} bytes, a socket's path at most {_LONGEST}"
     if not _PLAIN.fullmatch(socket):
         return f"{socket} has other characters than letters, digits, '_', '-' and '.'"
-    # Asked as that user: rights of root's would say that it can.
+    # Checked as that user, because root could enter any folder.
     entered = subprocess.run([*prefix, "test", "-x", folder.parent], cwd="/", check=False)
     return "" if entered.returncode == 0 else f"the server's user cannot enter {folder.parent}"

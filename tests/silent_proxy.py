@@ -1,4 +1,4 @@
-"""A way to PostgreSQL that may fall silent: it takes and acknowledges all, and forwards nothing."""
+"""A proxy of PostgreSQL that may fall silent: it acknowledges all data, and forwards nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SilentProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def fall_silent(self) -> None:
-        """From now on, whoever asks waits for ever."""
+        """From now on, clients wait for ever."""
         self._silent.set()
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class SilentProxy:
                 for end in select.select([near, far], [], [])[0]:
                     piece = end.recv(1 << 16)
                     if self._silent.is_set():
-                        return  # The kernel acknowledges what comes now.
+                        return  # From now on only the kernel acknowledges data.
                     if not piece:
                         other[end].shutdown(socket.SHUT_WR)
                         return

@@ -12,7 +12,7 @@ from lab.distro import KEYRINGS, this_distro
 def make(suite: str, root: Path, *packages: str, variant: str = "minbase") -> None:
     """Make the release with these packages in the new folder `root`; its services do not run.
 
-    variant: mmdebstrap's. `extract` unpacks the packages and what they need, and nothing else.
+    variant: mmdebstrap's. `extract` only unpacks the packages with their dependencies.
     Fails with mmdebstrap's own words where the mirror does not answer.
     """
     here = this_distro()

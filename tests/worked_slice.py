@@ -17,7 +17,7 @@ COMMANDS = [shlex.split(line, comments=True) for line in _LINES if line.startswi
 
 
 def subject(words: list[str]) -> str:
-    """Return the playbook of a command, without its folder, or the module of an ad-hoc one."""
+    """Return the playbook of a command, without its folder, or the module of an ad-hoc command."""
     assert words[1:3] == ["-i", "inventory/example"], words
     if words[0] == "ansible":
         return words[words.index("-m") + 1].removeprefix("gpuaas.slice.")

@@ -1,6 +1,6 @@
 """Test sessions on several workers of pytest-xdist, as a pytest plugin.
 
-`--dist loadgroup`: one worker plays all lab tests in their order, the others play the rest. The
+`--dist loadgroup`: a worker plays all lab tests in their order, the others play the rest. The
 plugin's own groups are not used, because pytest 9 ignores how pytest-xdist 3.8 names them.
 
 An interrupted session leaves no process behind. pytest-xdist kills its workers then, and the
@@ -23,7 +23,7 @@ import pytest
 
 LAB = "tests/lab/"
 MARK = "SLICE_TEST_SESSION"
-# For a server that writes something down before it ends.
+# Time for a server to save its state before it ends.
 _GRACE_S = 5.0
 
 
@@ -48,7 +48,7 @@ class Failures:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    # Not installed where tests run in one process.
+    # Not installed where tests run in a single process.
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415
 
     class StoryScheduling(LoadScopeScheduling):

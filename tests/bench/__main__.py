@@ -5,7 +5,7 @@ does the same steps by hand until SSH answers. An allocation is active later: it
 and its seed is gone. overhead_s is without the clone and the boot, which lasts from the start of
 QEMU until the last probe of the guest has passed.
 ssh_round_trips are the modules of the launch that ran on the host, as its journal has them: with
-Ansible's pipelining each is one command over SSH. Other tasks of the host meanwhile, such as a
+Ansible's pipelining each is a single command over SSH. Other tasks of the host meanwhile, such as a
 verification after the release before, do not count.
 clone: image_clone against dd of the same bytes to the same disk, both measured inside these runs.
 parity: the playbook in wall time, against the same questions as single Ansible tasks. Both sides
@@ -13,9 +13,9 @@ leave out the questions that the profile calls not applicable.
 
 The ratios hide differences. The script takes no lease, writes no ledger, guards no port and pins no
 CPU, so it is the leaner side of `provision`. The peers play on a bridge that is open to every port,
-which the product allows nobody. image_clone checks every chunk's digest while it
-copies and tells the device where zeros are; dd copies all bytes, and its digest is checked before,
-outside its timing.
+which the product never allows. image_clone checks every chunk's digest while it copies and tells
+the device where zeros are; dd copies all bytes, and its digest is checked before, outside its
+timing.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def measure(image: Path, folder: Path, runs: int) -> dict[str, Any]:
-    """Copy the image in turns by both, and compare what our copy wrote."""
+    """Copy the image in turns by both, and compare the result of image_clone with the image."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = _image_cache.stamp_of(str(image))
     if stamp is None:

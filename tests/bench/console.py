@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def measure(server: Server, nodes: int, pages: int) -> dict[str, Any]:
-    """Measure one operator on the fleet page, then several on all pages."""
+    """Measure a single operator on the fleet page, then several on all pages."""
     url = server.database("console")
     secret = records.make(url, nodes, SLOTS)
     with service.running(url, "--api-only") as serving:

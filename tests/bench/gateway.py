@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.bench import document
 
 MEASUREMENT = Path(__file__).parent / "fleet" / "jumps.py"
-# Of the measurement's environment: its options, as JSON.
+# Environment variable with the options of the measurement, as JSON.
 OPTIONS = "BENCH_GATEWAY"
 
 

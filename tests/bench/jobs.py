@@ -63,14 +63,14 @@ PEERS = {
 COMMON = ("hiredis", "uvloop")
 OURS = ("redis", "embedded", "postgresql")
 EVERY_SECOND = "everysec"
-# It runs 32 jobs in half a second, so that a full count would take most of the time.
+# It runs 32 jobs per half second, so that a full count would take most of the time.
 FEWER = {"arq": 10}
 WARM = 64
 _END_S = 300
 ACT = Act("bench", "jobs of the benchmark")
 PROJECTS = 100
 GROUP = 32
-# Of the depth. All groups together are fewer jobs than the 10,000 of the smaller queue.
+# For the measurement of depth. All groups have fewer jobs than the 10,000 of the smaller queue.
 DEPTH_WARM = 16
 DEPTH_ROUNDS = 9
 DEPTH_GROUPS = 32
@@ -301,7 +301,7 @@ class Queue:
 
     def _serving(self) -> int:
         if self.engine is None:
-            time.sleep(3)  # The peers say nothing that all of them would say.
+            time.sleep(3)  # The peers have no common sign that they are ready.
             return len(self.workers)
         with reading(self.engine) as conn:
             return int(
@@ -417,7 +417,7 @@ def groups(engine: sa.Engine, depth: int) -> Iterator[float]:
         jobs = sa.text(_QUEUED.format(id=id, depth=depth, projects=PROJECTS))
         conn.execute(jobs)
     if engine.dialect.name == "postgresql":
-        # As its autovacuum does within a minute, which would fall into a round.
+        # Its autovacuum would do so within a minute, during a round.
         with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as conn:
             conn.exec_driver_sql("VACUUM ANALYZE")
     held: list[Any] = []

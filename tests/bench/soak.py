@@ -2,7 +2,7 @@
 
 Offers jobs at a steady rate to workers of its own, with Redis and a database of its own, and plays
 a schedule of faults. In the end it waits for the queue to empty: every job that was admitted must
-be done, and those of the fault `poison` dead letters. Exit status 1 if one is not.
+be done, and those of the fault `poison` dead letters. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ PROJECT = "soak"
 MODELS = {"wait": "reconciler.pools.drills:wait", "fail": "reconciler.pools.drills:fail"}
 # Parts of the time at which faults happen.
 FAULTS = ("kill", "stop", "flush", "redis", "poison", "drain")
-# Of them, these need Redis.
+# Faults that need Redis.
 _OF_REDIS = {"flush", "redis"}
 SCHEDULE = "0.15:kill,0.3:stop,0.45:flush,0.55:redis,0.65:poison,0.8:drain"
 # Longer than a lease.
 _STOPPED_S = 40.0
 _AWAY_S = 10.0
-# In its place with --short.
+# Replaces it with --short.
 _SHORT_S = 1.0
 _POISONED = 20
 _TURN_S = 0.1
@@ -60,7 +60,7 @@ COLUMNS = (
     *("second", "offered", "refused", "done", "p50_ms", "p95_ms", "p99_ms"),
     *("retries", "reclaims", "dlq", "pending", "memory_mib", "mode", "fault"),
 )
-# Of them, a line has the difference from the line before.
+# For these columns, a line has the difference from the preceding line.
 _TOTALS = ("offered", "refused", "done")
 Row = dict[str, Any]
 
@@ -81,7 +81,7 @@ class Soak:
         self.cause.touch()
         self.offered = self.refused = self.poisoned = 0
         self.ended = threading.Event()
-        # Of the soak itself, which would pass without its load or its faults.
+        # Errors of the soak's own threads: a run with less load or fewer faults must not pass.
         self.errors: list[str] = []
         self._log = (folder / "workers.log").open("ab")
         self._environment = {
@@ -169,7 +169,7 @@ class Soak:
             if self.given.short:
                 held = sa.update(table).where(_of_worker(worker))
                 conn.execute(held.values(lease_expires_at=1.0))
-            # Not in a transaction of its own, which would keep all others out of SQLite.
+            # Not inside its transaction, which would keep all others out of SQLite.
             if number is not None:
                 worker.send_signal(number)
 
@@ -280,8 +280,8 @@ def memory_mib(pids: list[int]) -> float:
 
 
 def schedule(text: str, seconds: int) -> dict[int, str]:
-    """Faults by second. A part below 1 is one of the whole time. ValueError for a fault that would
-    not be played.
+    """Faults by second. A number below 1 is a fraction of the whole time. ValueError for a fault
+    that would not be played.
     """
     faults: dict[int, str] = {}
     for entry in filter(None, text.split(",")):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Installed:
-    """members: the files of the archive. path: the installed collection, the only one there is.
+    """members: the files of the archive. path: the only installed collection.
 
     core: folder of an unpacked ansible-core that is used instead of the environment's, by this
     python.
@@ -94,7 +94,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
             subprocess.run([ROOT / "scripts" / "collection-archive", home], check=True)
             (archive,) = home.glob("gpuaas-slice-*.tar.gz")
             words = ("collection", "install", str(archive), "-p", f"{target}.new", "--offline")
-            # Of a worker that was ended in the middle.
+            # Left by an interrupted worker.
             shutil.rmtree(f"{target}.new", ignore_errors=True)
             run(home, "ansible-galaxy", *words)
             Path(f"{target}.new").rename(target)

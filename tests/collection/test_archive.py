@@ -48,7 +48,7 @@ def test_the_changelog_of_the_version_is_made_of_the_fragments(installed: Instal
 
 
 def test_everything_that_is_named_somewhere_is_in_the_archive(installed: Installed) -> None:
-    """Roles and files are looked up when they are reached: a missing one would show late."""
+    """Roles and files are looked up at run time, so a missing file would show late."""
     for playbook in (installed.path / "playbooks").glob("*.yml"):
         text = playbook.read_text()
         for role in re.findall(r"name: gpuaas\.slice\.(\w+)$", text, re.MULTILINE):
@@ -59,7 +59,7 @@ def test_everything_that_is_named_somewhere_is_in_the_archive(installed: Install
             assert (installed.path / "playbooks" / "vars" / file).is_file(), file
         for module in re.findall(r"^ +(gpuaas\.slice\.\w+):", text, re.MULTILINE):
             assert module in MODULES, module
-    # Pages that README, remedies and documentation name, and the example that a page plays.
+    # Pages that README, remedies and documentation name, and the example of a page.
     named = re.compile(r"(?<![\w/])(?:docs|inventory)/[\w/-]+\.(?:md|png|yml)")
     for page in installed.path.rglob("*"):
         text = page.read_text() if page.suffix in (".md", ".py", ".yml") else ""

@@ -1,7 +1,7 @@
 """The collection under each release of ansible-core that it claims.
 
 Each release is unpacked and uses the packages of the lock. A release that needs a newer Python than
-this one is `long`, and uses an installed one. The README's rows come from runs of this test.
+the tests is `long`, and uses an installed Python. The README's rows come from runs of this test.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_every_template_is_as_a_launch_needs_it(imported: Import) -> None:
 
 
 def test_every_field_arrives(imported: Import) -> None:
-    """A field that AWX does not know would be dropped without a word."""
+    """AWX would silently drop an unknown field."""
     objects = imported.controller.objects()
     common = yaml.safe_load((ROOT / "awx" / "job_templates.yml").read_text())["job_template"]
     references = {"organization", "project", "inventory", "execution_environment", "credentials"}
@@ -152,7 +152,7 @@ def test_every_field_arrives(imported: Import) -> None:
 
 
 def test_pods_of_jobs_have_a_limit_of_memory(imported: Import) -> None:
-    """AWX merges the specification into its own, in which a list replaces a list."""
+    """AWX merges the specification into its own, where a list replaces the whole list."""
     objects = imported.controller.objects()
     (group,) = objects["instance_groups"]
     assert group["is_container_group"] is True
@@ -167,7 +167,7 @@ def test_pods_of_jobs_have_a_limit_of_memory(imported: Import) -> None:
 
 
 def scheduled(objects: dict[str, Any]) -> dict[str, tuple[str, str, bool]]:
-    """What each schedule starts, how often, and whether it does."""
+    """Started template, frequency and activation of each schedule."""
     kinds = ("job_templates", "inventory_sources", "workflow_job_templates")
     names = {item["id"]: item["name"] for kind in kinds for item in objects[kind]}
     return {
@@ -195,7 +195,7 @@ def test_schedules_start_what_they_name(imported: Import) -> None:
 @pytest.mark.long
 def test_a_site_with_netbox_and_without_maas_and_webhook(tmp_path: Path) -> None:
     with importing(tmp_path) as site:
-        # Nobody needs a key of a MAAS that the site does not have.
+        # A site without MAAS needs no key of it.
         (tmp_path / "maas-key").unlink()
         site("-e", "gpuaas_awx_netbox=true")
         objects = site.controller.objects()
@@ -254,13 +254,13 @@ def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import
     deleted = ("gpuaas.slice.reboot_node", "gpuaas operate node", "gpuaas compare NetBox")
     for name in deleted:
         imported.controller.delete(name)
-    # With it goes its schedule; a workflow's step stays, with nothing to run.
+    # A template's schedule is deleted with it; a workflow's step stays, with nothing to run.
     assert "gpuaas NetBox each hour" not in scheduled(imported.controller.objects())
     output = imported("-e", json.dumps(SITE))
     assert re.findall(r"^changed: \[localhost\] => \(item=(.*)\)$", output, re.MULTILINE) == [
         "gpuaas.slice.parity",
         *deleted,
-        # What belonged to them: steps of the workflow, a schedule, and rights of teams.
+        # Objects that belonged to them: steps of the workflow, a schedule, and rights of teams.
         *("bootstrap", "discover", "bind", "parity"),
         "gpuaas NetBox each hour",
         *("gpuaas operators: execute", "gpuaas auditors: read", "gpuaas reconciler: execute"),
@@ -284,7 +284,7 @@ def test_a_second_import_changes_only_what_a_person_has_changed(imported: Import
 
 
 def test_the_same_data_has_the_shape_of_infra_aap_configuration(tmp_path: Path) -> None:
-    """Its roles drop without a word what they do not read (recorded from their tasks)."""
+    """Its roles silently drop unknown fields. Their known fields are recorded from their tasks."""
     record = json.loads((ROOT / "tests/data/awx/aap-configuration-3.0.0.json").read_text())
     text = (ROOT / "awx" / "controller.yml").read_text()
     ours = re.findall(r"^((?:controller|aap)_\w+):", text, re.MULTILINE)

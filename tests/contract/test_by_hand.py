@@ -17,7 +17,7 @@ from tests.playbooks import FOLDER
 pytestmark = pytest.mark.covers("ECO-1")
 
 ROOT = Path(__file__).resolve().parents[2]
-# Writes a line for each command that it is to run as another user, and runs it as this one.
+# Writes a line for each command to run as another user, and runs it as the present user.
 BECOME = """#!/bin/sh
 echo "$@" >>"{log}"
 while [ "${{1#-}}" != "$1" ]; do [ "$1" = -u ] && shift; shift; done
@@ -50,7 +50,7 @@ def bootstrap(*words: str) -> list[str]:
 
 
 def test_no_play_decides_for_its_caller_whether_it_becomes_root() -> None:
-    """A keyword of a play outranks -b, also where it is false because it knows no user."""
+    """The keyword `become` of a play outranks -b, even if a missing user makes it false."""
     for playbook in FOLDER.glob("*.yml"):
         for part in yaml.safe_load(playbook.read_text()):
             assert "become" not in part, playbook
@@ -165,7 +165,7 @@ def test_a_part_puts_no_host_into_slice_mode_and_reports_nothing() -> None:
     ],
 )
 def test_hosts_that_may_reboot_go_one_after_the_other(words: tuple[str, ...], tried: int) -> None:
-    """The first failure spares the rest. Nothing listens on port 1."""
+    """A failure ends the play before the next host. Nothing listens on port 1."""
     output = play(
         FOLDER / "bootstrap.yml", "-e", "ansible_host=127.0.0.1", "-e", "ansible_port=1",
         "-e", "{slice_profile: {}}", *(part for word in words for part in ("-e", word)),

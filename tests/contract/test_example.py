@@ -100,7 +100,7 @@ def test_each_other_profile_has_what_the_example_takes(profile: Path, tmp_path: 
 
 
 def test_a_release_has_a_higher_fence_than_its_launch(tmp_path: Path) -> None:
-    """So that a launch which goes on after its release is refused by the host."""
+    """The host then refuses a launch that goes on after its release."""
     words = {subject(command): command[4:] for command in COMMANDS}
     launch, release = (
         render(tmp_path, *words[name])["slice_slots"][0]["fence"]

@@ -72,7 +72,7 @@ def test_settings_are_applied_and_the_job_is_followed(tmp_path: Path) -> None:
     }  # fmt: skip
     checks = {row["check"]: row["status"] for row in result["evidence"]["preflight"]["checks"]}
     assert checks["bios_settings"] == "PASS" and json.loads(state.read_text())["cycles"] == 1
-    # A run that was lost after it had made its job: the next one follows the same job.
+    # A run that was lost after it had made its job: the next run follows the same job.
     controller = json.loads(state.read_text())
     controller["settings"]["ProcSettings"]["LogicalProc"] = "Disabled"
     state.write_text(json.dumps(controller))
@@ -101,7 +101,7 @@ def test_racadm_comes_from_where_the_profile_says(tmp_path: Path) -> None:
     profile["racadm"]["key_url"] = f"file://{tmp_path}/no-key.asc"
     profile["racadm"]["packages"] = ["gpuaas-no-such-package"]
     mine = {"slice_profile": profile, "slice_racadm_program": None}
-    # A variable of the inventory is no result of a task that was not reached.
+    # A variable of the inventory does not count as the result of a skipped task.
     forged = {f"bios_settings_{name}": {"settled": True} for name in ("first", "last")}
     code, result = play(tmp_path, inventory=forged, **mine, slice_apply=False)
     # The settings could not be read; the rest of the machine was checked.

@@ -1,4 +1,4 @@
-"""One rule of host names for the API, the run contract and the modules on the host."""
+"""The common rule of host names for the API, the run contract and the modules on the host."""
 
 from __future__ import annotations
 

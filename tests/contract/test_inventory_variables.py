@@ -27,15 +27,15 @@ pytestmark = pytest.mark.covers("CTRL-9", "ECO-4")
 
 ROLES = FOLDER.parent / "roles"
 CONDITIONS = ("when", "failed_when", "changed_when", "until", "that", "var")
-# Of Ansible itself, which sets them above an inventory, and of a loop.
+# Variables of Ansible itself, which override an inventory, and of a loop.
 ANSIBLES = {
     *("item", "lookup", "omit", "ansible_check_mode", "ansible_skip_tags"),
     *("ansible_failed_result", "ansible_failed_task"),
 }
-# The launch names the profile and one host, so that these are not read or change nothing. The last
-# is of the firmware playbook, which always sets it.
+# The launch names the profile and a single host, so that these are not read or change nothing. The
+# last is of the firmware playbook, which always sets it.
 UNREAD = {"slice_profile_file", "slice_profile_overrides", "slice_serial", "result_error"}
-# Of a state that removes the network, for which they are not read.
+# Not read in the state that removes the network.
 UNREAD |= {
     f"slice_network_{name}"
     for name in (
@@ -141,5 +141,5 @@ def test_the_launch_or_the_playbook_sets_each_name_that_is_read(playbook: str) -
     launch = {*contract.schema(playbook)["required"], *request.body(spec)["extra_vars"]}
     fixed = launch | ANSIBLES | UNREAD
     assert names.read - fixed - names.given - names.made - {"argument_specs"} == set()
-    # The result of a task counts from then on; before, it is what the play says.
+    # Such a result has no value before its task, so the play must give it an initial value.
     assert (names.unset & names.made) - fixed - set(play.get("vars", {})) == set()

@@ -87,7 +87,7 @@ def test_success_comes_with_the_evidence_that_is_read(playbook: str) -> None:
 
 @pytest.mark.parametrize("playbook", contract.PLAYBOOKS)
 def test_evidence_holds_only_what_the_contract_names(playbook: str) -> None:
-    """A name of its own would make every result of the playbook a broken one."""
+    """With any other name, every result of the playbook would violate the contract."""
     (names,) = [
         set(rule["then"]["properties"]["evidence"]["propertyNames"]["enum"])
         for rule in RESULT["allOf"]

@@ -168,7 +168,7 @@ def test_a_host_can_be_given_its_place_on_the_fabric() -> None:
     given["slice_profile"]["fabric"] |= fabric | {"link": "infiniband", "ipoib": True}
     del given["slice_profile"]["fabric"]["vlans"]
     contract.check_vars("bootstrap", given)
-    # Ways to keep tenants apart that do not go with the link.
+    # Ways to isolate tenants that do not fit the link.
     for wrong in ({"vlans": [3000, 3099]}, {"isolation": "vlan"}):
         given["slice_profile"]["fabric"] |= wrong
         with pytest.raises(ContractError):

@@ -37,7 +37,7 @@ ROWS: dict[str, Row] = {
     for name, row in page["rows"].items()
 }
 KNOWN = frozenset(ROWS)
-# Rows that are shown on recorded or simulated devices, with what only hardware can show.
+# Rows that are shown on recorded or simulated devices, with the gap that needs hardware.
 NOT_ON_HARDWARE = dict(
     re.findall(
         r"^\| ([A-Z]+-?\d+) \| [^|]* \| ([^|]*) \|$",
@@ -48,7 +48,7 @@ NOT_ON_HARDWARE = dict(
 # A file in the folder of the pages; the pages are written from it.
 RESULTS = "results.json"
 NOT_RUN = "not run"
-# Of a function with parameters, or of a test with its fixtures, the worst result counts.
+# The worst result counts for a parametrized function, or a test with its fixtures.
 _WORST_FIRST = ("failed", "error", NOT_RUN, "skipped", "passed")
 
 Results = dict[str, dict[str, Any]]

@@ -28,9 +28,9 @@ from tests.unit.plugins.module_utils.network.frames import Attack
 REMOTE = Path(__file__).parent / "remote"
 # After each frame. Both guests and the listener share the lab host's emulated processors.
 PAUSE_S = 0.05
-# The first round is sent again and again; each other round is sent once, with tokens of its own.
+# The first round is repeated until the next order. Other rounds are sent once, with new tokens.
 ROUNDS = 5
-# Interfaces of the host, and addresses, by the place that is behind them.
+# Interfaces of the host, and addresses, by the place behind them.
 OUTSIDE = {"world": networks.WORLD, "mgmt": networks.MANAGEMENT}
 OUTSIDERS = {"world": networks.ROUTER, "mgmt": rig.BMC}
 _FOLDER, _GUEST_FOLDER = "/run/lab-attacks", "/var/lib/attack"
@@ -185,7 +185,7 @@ class Attacks:
         self._watch(order=order)
 
     def one_round(self) -> list[str]:
-        """Violations of a round, in which every frame comes where it should and nowhere else.
+        """Violations of a round: frames that were lost or arrived at a wrong place.
 
         A busy emulated switch may lose a frame, so the same frames are sent up to three times.
         """
@@ -227,7 +227,7 @@ class Attacks:
         return self._seen_so_far()
 
     def strays(self) -> list[str]:
-        """Frames that were seen, at any time, where they must not be."""
+        """Frames seen at a forbidden place since the networks were laid out."""
         seen = self._places(self.events())
         return [
             f"{attack.place}: {attack.name}: {sorted(places - attack.seen)}"
@@ -246,7 +246,7 @@ class Attacks:
         ]
 
     def departures(self, events: list[Event]) -> list[Event]:
-        """Frames as they leave their senders, before the switch or the host has seen them."""
+        """Frames as they leave their senders, before the switch or the host handles them."""
         return [
             event
             for event in events
@@ -283,9 +283,9 @@ class Attacks:
         after: float = 0,
         limit_s: float = _SEEN_LIMIT_S,
     ) -> None:
-        """Give an order, wait for a line of each group, and read what the listener has written.
+        """Give an order, wait for a line of each group, and read the listener's new lines.
 
-        A connection to an emulated host takes seconds of its processor, so this is a single one.
+        It uses a single connection, which costs an emulated host seconds of processor time.
         """
         if order:
             self._orders += 1

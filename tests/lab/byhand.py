@@ -163,9 +163,9 @@ def power_cut(stage: Stage, *, lost_gpus: Collection[int] = ()) -> None:
 
 @contextmanager
 def hanging_guardian(stage: Stage) -> Iterator[None]:
-    """Let the network's service hang, as its watchdog would notice after 90 seconds.
+    """Suspend the network's service inside the block, which its watchdog notices after 90 seconds.
 
-    Otherwise it restores within seconds what a test removes. It works again afterwards.
+    A running service would restore a test's removals within seconds.
     """
     unit = "gpuaas-slice-network-baseline.service"
     stage.on_host("systemctl", "service-watchdogs", "no")

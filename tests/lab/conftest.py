@@ -34,7 +34,7 @@ STORY = (
     "test_whole_machine",
     "test_way_forth",
 )
-# Each has a host of its own, and is played before the story.
+# Files with a host of their own, played before the story.
 ALONE = (
     "test_worked_slice",
     "test_several_gpus",
@@ -42,8 +42,8 @@ ALONE = (
     "test_missing_packages",
 )
 
-# Tests of make test-long, which also plays the rest of the story. `make test` plays one short
-# scenario of test_roles.py, another on each day.
+# Tests of make test-long, which also plays the rest of the story. `make test` plays a single short
+# scenario of test_roles.py, which changes daily.
 LONG = frozenset(
     {
         *ALONE,

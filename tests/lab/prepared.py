@@ -57,7 +57,7 @@ def key(firmware: str) -> str:
 
 
 def open_on(stage: Stage) -> Done:
-    """Bring the stage to the state after test_slice_host.py; return what later files need."""
+    """Bring the stage to the state after test_slice_host.py; return the results for later files."""
     done = _loaded(stage)
     if done is None:
         done = _prepare(stage)

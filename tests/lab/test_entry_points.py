@@ -130,7 +130,7 @@ def test_parity_from_the_installed_archive(stage: Stage, tmp_path: Path) -> None
 
 @pytest.mark.covers("HOST-9")
 def test_a_transition_by_kernel_name_shows_who_the_disk_is_and_never_acts(stage: Stage) -> None:
-    """The disk carries another owner's files and belongs to no slot."""
+    """Plan and refusals for a disk that carries another owner's files and belongs to no slot."""
     taken = {slot["nvme_eui"] for slot in stage.bundles()}
     (disk,) = (
         row for row in stage.host().devices["data"] if row["shared"] and row["eui64"] not in taken

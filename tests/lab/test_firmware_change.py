@@ -23,7 +23,7 @@ from tests.lab.conftest import Chapter
 from tests.lab.proof import refusal
 
 STANDIN = REPOSITORY / "tests" / "standin" / "racadm"
-# Where Dell's packages have it.
+# Its path in Dell's packages.
 RACADM = PurePosixPath("/opt/dell/srvadmin/sbin/racadm")
 STATE = RACADM.with_name("racadm-state.json")
 # An emulated host takes some minutes from the start of the run to the job.
@@ -102,7 +102,7 @@ def _values(result: dict[str, Any]) -> set[tuple[str, str]]:
 
 
 def _sale(stage: Stage) -> tuple[str, set[str], bool]:
-    """State of the node, states of its slots, and whether a launch would get one."""
+    """State of the node, states of its slots, and whether a launch would get a slot."""
     slots = stage.api().get(stage.path("/resource-slots"))["items"]
     judged = stage.api().get("/admin/placement/explain", gpus=1)
     state = stage.api().get(stage.path())["state"]

@@ -1,7 +1,7 @@
 """Workers of a pool in a booted slice: their image, a job's answer, and the end of their token.
 
-Plays on the host that test_upkeep.py left: two slots, bound and available. The guest asks the
-service by https, through a proxy whose authority it trusts by its tenant's cloud-config.
+Plays on the host that test_upkeep.py left: two slots, bound and available. The guest
+reaches the service by https, through a proxy whose authority its tenant's cloud-config trusts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.standin.bmc import authority
 
 T = TypeVar("T")
 POOL = "lab"
-# Of the guest's 768.
+# The guest has 768.
 MEMORY_MIB = 400
 # The worker's program starts in two layers of emulation.
 LIMIT_S = 1800
@@ -38,7 +38,7 @@ LIMIT_S = 1800
 
 @pytest.fixture
 def certificate(stage: Stage, tmp_path: Path) -> Iterator[Path]:
-    """Certificate of the proxy through which hosts and guests ask the service."""
+    """Certificate of the proxy between the service and its hosts and guests."""
     assert stage.service is not None
     gateway = stage.host().gateway
     certificate, key = authority(tmp_path, "api", f"IP:{gateway}")
@@ -53,7 +53,7 @@ def certificate(stage: Stage, tmp_path: Path) -> Iterator[Path]:
     script = f"cat > {file}; update-ca-certificates"
     stage.on_host("sh", "-c", f"'{script}'", stdin=certificate.read_text())
     _use_network(stage, {**network, "allowed_networks": allowed})
-    # A launch with a pool asks the newest report for what the host has applied.
+    # A launch with a pool reads the applied network settings from the newest parity report.
     assert stage.task(stage.path("/parity"))["failures"] == 0
     try:
         _serve_at(stage, f"https://{gateway}:{port}")
@@ -114,7 +114,7 @@ def test_a_pool_works_in_a_slice_from_its_launch_to_its_release(
 
     assert shown()["allocation_id"] == stage.facts["allocation"]["id"]
     (worker,) = _until(serving)
-    # The guest's systemd runs it: by a user of its own, within its memory, and again after its end.
+    # The guest's systemd runs it as a user of its own, limits its memory, and restarts it.
     main = int(_unit(stage, "MainPID"))
     assert worker["pid"] == main
     assert int(_unit(stage, "MemoryMax")) == MEMORY_MIB << 20
@@ -166,7 +166,7 @@ def _unit(stage: Stage, name: str) -> str:
 
 
 def _until(look: Callable[[], T]) -> T:
-    """Wait until a look gives something."""
+    """Wait until `look` returns a true value, and return it."""
     end = time.monotonic() + LIMIT_S
     while not (seen := look()):
         assert time.monotonic() < end, f"nothing in {LIMIT_S} s"

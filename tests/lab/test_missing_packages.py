@@ -1,7 +1,7 @@
 """A machine without some packages of a slice host gets them from the archive by its bootstrap.
 
-It plays on a lab host of its own. Its apt uses a mirror on this machine, which passes on what the
-archive answers, so that the distribution's own signatures are verified.
+It plays on a lab host of its own. Its apt uses a mirror on this machine, which passes on the
+archive's answers, so that the distribution's own signatures are verified.
 """
 
 from __future__ import annotations
@@ -78,6 +78,6 @@ def test_bootstrap_installs_what_the_machine_lacks() -> None:
             step(stage)
         assert len(stage.on_host("sh", "-s", stdin=PRESENT).split()) == len(PROGRAMS.split())
         assert stage.on_host("dpkg", "--audit") == ""
-        # What came with a package did not exist before: the way back reads this.
+        # The way back reads this record: files of these packages did not exist before.
         assert set(json.loads(stage.on_host("cat", RECORD))) == LACKING
     assert fetched >= LACKING

@@ -64,7 +64,7 @@ def test_power_is_lost_while_a_tenant_is_removed(stage: Stage, story: Chapter, s
 
 @pytest.mark.covers("HOST-8", "I14", "SLICE-8")
 def test_power_comes_back_without_the_gpu_of_a_slice(stage: Stage, story: Chapter) -> None:
-    """Its slice is named and stays off, the other one starts. With the GPU back, both run."""
+    """Its slice is reported and stays off, the other slice starts. With the GPU back, both run."""
     story.needs("prepared")
     launched = [slice_steps.launch(stage) for _ in range(2)]
     slices = [slice_steps.wait_for(stage, each["id"], {"active", "failed"}) for each in launched]

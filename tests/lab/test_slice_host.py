@@ -1,4 +1,4 @@
-"""A deployed machine becomes a slice host with slots for sale, with what is refused on the way.
+"""A deployed machine becomes a slice host with slots for sale; wrong steps are refused.
 
 The steps are those of `make demo`. Here each step is checked.
 """
@@ -59,7 +59,7 @@ def test_a_freshly_deployed_machine_boots(stage: Stage, story: Chapter) -> None:
     assert "intel_iommu=on" not in stage.on_host("cat", "/proc/cmdline")
     # An entry of the site that starts no kernel of the host, last in the menu.
     stage.on_host("sh", "-s", stdin=FOREIGN_ENTRY)
-    # Reference for the way back: a snapshot that knows nothing of slice mode.
+    # Reference for the way back: a snapshot that is independent of slice mode.
     story.done["deployed"] = traces.look(stage)
     story.done["host"] = evidence
 
@@ -115,7 +115,7 @@ def test_bootstrap_reboots_into_a_slice_host(stage: Stage, story: Chapter) -> No
     assert evidence["boot_id_after"] != evidence["boot_id_before"]
     assert "intel_iommu=on" in evidence["kernel_command_line"]
     assert "iommu=pt" in evidence["kernel_command_line"]
-    # A boot loader that lacks commands waits for 40 seconds, and takes each condition for true.
+    # A GRUB without these commands waits for 40 seconds, and takes each condition for true.
     console = Path(stage.host().folder, "console.log").read_text(errors="replace")
     # The file may begin with earlier hosts of this folder.
     latest = console.rpartition("reboot: machine restart")[2]
@@ -164,7 +164,7 @@ def test_a_disk_with_a_mounted_child_is_refused(stage: Stage, story: Chapter) ->
 def test_disks_in_other_use_are_refused(stage: Stage, story: Chapter) -> None:
     """Swap, LVM, md and a filesystem on the two blank disks, made with the real tools.
 
-    The API refuses the disks by the discovery report. The host refuses them whatever was approved.
+    The API refuses the disks by the discovery report. The host refuses them even if approved.
     """
     story.needs("discover")
     disks = {disk["serial"]: disk for disk in host_steps._document(stage)["nvme"]}
@@ -268,7 +268,7 @@ def test_the_approved_devices_are_bound_to_vfio(stage: Stage, story: Chapter) ->
         for key in ("gpu_pci_address", "fabric_vf_pci_address"):
             driver = stage.on_host("readlink", f"/sys/bus/pci/devices/{bundle[key]}/driver")
             assert driver.strip().endswith("/vfio-pci")
-    # By an argument of the kernel, as the profile says.
+    # Set by a kernel argument, as in the profile.
     idle = stage.on_host("cat", "/sys/module/vfio_pci/parameters/disable_idle_d3")
     assert idle.strip() == "Y"
     story.done["bind"] = True
@@ -276,7 +276,7 @@ def test_the_approved_devices_are_bound_to_vfio(stage: Stage, story: Chapter) ->
 
 @pytest.mark.covers("HOST-9")
 def test_the_host_makes_nothing_of_approved_disks(stage: Stage, story: Chapter) -> None:
-    """They have no name but their own, for the running udev and for that of the next boot."""
+    """Neither the running udev nor that of the next boot gives them names from their content."""
     story.needs("bind")
     for bundle in story.done["approve"]["approved"]:
         stage.on_host("udevadm", "trigger", "--action=add", "--settle", bundle["nvme_device"])
@@ -284,7 +284,7 @@ def test_the_host_makes_nothing_of_approved_disks(stage: Stage, story: Chapter) 
         properties = dict(line.partition("=")[::2] for line in shown.splitlines())
         assert properties["DEVLINKS"] == bundle["nvme_device"]
         assert properties["SYSTEMD_READY"] == "0"
-        # What a tenant could write on it: each is found by its program, and taken by nothing.
+        # Labels as a tenant could write them: mdadm and LVM recognize them, and activate nothing.
         types = stage.on_host("sh", "-s", bundle["nvme_device"], stdin=FOREIGN_LABELS).split()
         assert types == ["linux_raid_member", "0", "LVM2_member", "0", "1"], types
     built = stage.on_host("sh", "-c", "'lsinitramfs /boot/initrd.img-$(uname -r)'")
@@ -295,7 +295,7 @@ def test_the_host_makes_nothing_of_approved_disks(stage: Stage, story: Chapter) 
 def test_a_boot_entry_that_is_new_is_a_difference_of_the_firmware(
     stage: Stage, story: Chapter
 ) -> None:
-    """Of the lab host's real UEFI variables."""
+    """By the real UEFI variables of the lab host."""
     story.needs("bind")
     before = byhand.firmware_report(stage)
     stage.on_host("python3", "-", stdin=byhand.ADD_BOOT_ENTRY)
@@ -327,7 +327,7 @@ def test_a_missing_nat_rule_fails_parity_though_all_services_run(
 
 @pytest.mark.covers("HOST-6", "HOST-10")
 def test_tcp_that_stops_fails_parity_by_name(stage: Stage, story: Chapter) -> None:
-    """Of each connection of a guest, a filter passes the first packet only; pings are answered."""
+    """A filter drops all but the first packet of a guest's TCP connection; pings are answered."""
     story.needs("bind")
     rule = "FORWARD -i ovsbr0 -p tcp ! --syn -j DROP"
     stage.on_host("iptables", "-I", *rule.split())
@@ -370,7 +370,7 @@ def test_parity_opens_the_gate(stage: Stage, story: Chapter) -> None:
     evidence = host_steps.parity(stage)
     assert evidence["failures"] == 0
     assert evidence["slots"] == ["available", "available"]
-    # With its slots on sale, a host is at the end of the walk, and nothing more is done to it.
+    # A host with its slots on sale is completely onboarded: the command queues no task.
     tasks = {task["id"] for task in stage.api().items("/admin/tasks", node_id=NODE)}
     assert '"available"' in stage.service.cli("--output", "json", *ONBOARD)
     assert {task["id"] for task in stage.api().items("/admin/tasks", node_id=NODE)} == tasks

@@ -1,9 +1,9 @@
-"""Two slices on one host, from launch to release, with what is refused and what is attacked.
+"""Two slices on a host, from launch to release, with refusals and attacks.
 
-One slice boots by BIOS and one by UEFI, at the same time. Their tenants have root: both send the
-whole table of attacks before, during and after a crash and a restart of the switch, and from their
-first packet after a power loss of the host. The second slice is released, its slot is blocked and
-recovered, while the first one goes on.
+The first boots by BIOS, the second by UEFI, at the same time. Their tenants have root: both send
+the whole table of attacks before, during and after a crash and a restart of the switch, and from
+their first packet after a power loss of the host. The second slice is released, its slot is blocked
+and recovered, while the first goes on.
 
 Plays on the host that test_slice_host.py left: two slots, bound and available. The first slice
 stays for test_upkeep.py.
@@ -31,7 +31,7 @@ from tests.lab.attacks import Attacks
 from tests.lab.conftest import Chapter
 from tests.lab.proof import beginning, differences, ledger_entry, prove_again, records, refusal
 
-# Of the two slices, in the order of their launch.
+# Firmware of the two slices, in the order of their launch.
 FIRMWARE = ("bios", "uefi")
 # Runtime of their guests: both reach a public server before they are ready, and the first is tuned.
 EGRESS = {"probes": {"egress": 1500, "gpu_compute": 1500}, "egress_target": networks.TARGET}
@@ -53,7 +53,7 @@ for pid in $(pgrep -f 'qemu.*guest={_object_names.PREFIX}'); do
   cat "/proc/$pid/attr/current"
 done
 """
-# In a guest: a megabyte without an end of line, what is no text, and then the lie.
+# In a guest: a megabyte without an end of line, bytes that are no text, and then the lie.
 LIE = """sudo sh -c '
 systemctl stop gpuaas-telemetry.service
 exec > /dev/virtio-ports/org.gpuaas.telemetry.0
@@ -61,7 +61,7 @@ head -c 1000000 /dev/zero | tr "\\0" x
 printf "\\n\\377\\376{\\n"
 cat'
 """
-# A host is asked every minute, and its service measures every half.
+# Telemetry is read every minute, and measured every half minute.
 LIE_S = 300
 FUNCTIONS = """
 import json, pathlib, subprocess
@@ -73,7 +73,7 @@ for link in json.loads(subprocess.check_output(["ip", "-j", "link", "show"])):
 print(json.dumps(rows))
 """
 # In a guest: superblocks of md (1.2) and LVM on its disk, as mdadm and pvcreate write them. Prints
-# what each alone is taken for.
+# the recognized type of each alone.
 LABELS = """
 import os, struct, subprocess, zlib
 disk = "/dev/vda"
@@ -192,8 +192,8 @@ def test_an_image_with_another_digest_never_reaches_the_disk(stage: Stage, story
 def test_two_slices_start_at_once_though_the_reconciler_is_killed(
     stage: Stage, story: Chapter
 ) -> None:
-    """One by BIOS and one by UEFI. After kill -9 in the middle of both runs these go on, and the
-    next reconciler settles them.
+    """By BIOS and by UEFI. After kill -9 in the middle of both runs these go on, and the next
+    reconciler settles them.
     """
     story.needs("prepared")
     before = stage.profile()["vm"]
@@ -230,7 +230,7 @@ def _active(stage: Stage, launched: dict[str, Any]) -> dict[str, Any]:
     assert list(probes) == ["address", "lease", "ssh", "egress", "gpu_compute"]
     assert all(row["ok"] for row in probes.values())
     assert probes["gpu_compute"]["values"] == {"gpus": 1, "memory_bytes": 4096}
-    # Nothing of the seed is left to a guest that is ready.
+    # A guest that is ready has no access to its seed any more.
     assert task["result"]["seed"] == {"destroyed": True, "in_definition": False, "in_guest": False}
     # Open vSwitch has the profile's limit for each direction, and a single QoS row for it.
     qos = stage.profile()["vm"]["mgmt_qos"]
@@ -253,7 +253,7 @@ def test_each_machine_runs_confined_and_unprivileged(stage: Stage, story: Chapte
 
 @pytest.mark.covers("HOST-7", "SLICE-9")
 def test_each_machines_function_is_in_its_tenants_network(stage: Stage, story: Chapter) -> None:
-    """As the card shows it: with spoof check, without trust, and not with the idle functions."""
+    """By the card's values: spoof check, no trust, and another VLAN than idle functions."""
     story.needs("slices")
     idle, last = stage.profile()["fabric"]["vlans"]
     functions = {slot["slot_id"]: slot["fabric_vf_pci_address"] for slot in stage.bundles()}
@@ -290,7 +290,7 @@ def test_the_tenant_computes_on_the_gpu(stage: Stage, story: Chapter) -> None:
     (gpu,) = evidence["gpu"]["gpus"]
     assert gpu["remains"]["ok"], gpu
     assert slice_steps.in_guest(stage, "cat /etc/own") == "kept"
-    # The host can run virtual machines, and hands this on to no guest.
+    # The host can run virtual machines, but does not offer this to guests.
     host = stage.on_host("grep", "-m1", "^flags", "/proc/cpuinfo").split()
     guest = slice_steps.in_guest(stage, "grep -m1 ^flags /proc/cpuinfo").split()
     assert {"svm", "vmx"} & set(host) and "fpu" in guest
@@ -313,7 +313,7 @@ def test_a_guest_is_tuned_if_its_profile_says_so(stage: Stage, story: Chapter) -
 
 @pytest.mark.covers("P12")
 def test_a_guests_console_cannot_fill_the_hosts_disk(stage: Stage, story: Chapter) -> None:
-    """By the virtlogd that runs, which goes on with the console afterwards."""
+    """The running virtlogd limits the log, and still records the console afterwards."""
     story.needs("login")
     allocation = stage.facts["allocation"]["id"]
     domain, log = _object_names.domain_name(allocation), _object_names.console_path(allocation)
@@ -321,7 +321,7 @@ def test_a_guests_console_cannot_fill_the_hosts_disk(stage: Stage, story: Chapte
     size, number = map(int, stage.on_host(*words, stdin=CONSOLE_FLOOD).split())
     assert (number, size <= CONSOLE_LIMIT) == (CONSOLE_LOGS, True), (size, number)
     slice_steps.in_guest(stage, "sudo sh -c 'echo still heard > /dev/ttyS0'")
-    # QEMU and virtlogd hand it on later than the guest's program ends.
+    # QEMU and virtlogd write it only after the guest's program has ended.
     end = time.monotonic() + 60
     while "still heard" not in (text := stage.on_host("tail", "-c", "4096", log)):
         assert time.monotonic() < end, text
@@ -330,7 +330,7 @@ def test_a_guests_console_cannot_fill_the_hosts_disk(stage: Stage, story: Chapte
 
 @pytest.mark.covers("SLICE-9", "HOST-6")
 def test_a_guest_speaks_tcp_to_an_allowed_network(stage: Stage, story: Chapter) -> None:
-    """Through the guard and NAT, both ways, in a kernel's own tracking of connections."""
+    """Through guard and NAT, in both directions, with a kernel's own connection tracking."""
     story.needs("login")
     with networks.management(stage):
         networks.assert_guest_uses_storage(stage)
@@ -349,7 +349,7 @@ def test_telemetry_comes_from_the_host_and_from_the_guest(stage: Stage, story: C
     assert 0 < guest["memory_available_bytes"] < guest["memory_total_bytes"]
     assert guest["memory_total_bytes"] < host["memory_bytes"]
     assert 0 < guest["disk_free_bytes"] < guest["disk_total_bytes"]
-    # The account can do nothing but print, whatever is asked of it.
+    # The account's forced command can only print, whatever command a client sends.
     words = stage.on_host("cat", "/etc/ssh/gpuaas_principals/gpuaas-telemetry")
     assert words.startswith("restrict,command=")
     assert "gpuaas-telemetry" not in stage.on_host("cat", "/etc/ssh/gpuaas_principals/root")
@@ -359,7 +359,7 @@ def test_telemetry_comes_from_the_host_and_from_the_guest(stage: Stage, story: C
 def test_a_guest_that_lies_about_itself_says_nothing_of_its_neighbour(
     stage: Stage, story: Chapter
 ) -> None:
-    """Its root writes to the channel itself."""
+    """Its root writes false values to the virtio-serial channel itself."""
     story.needs("login")
     honest, liar = story.done["slices"]
     before = _latest(stage, honest)
@@ -448,7 +448,7 @@ def test_nothing_passes_while_the_switch_comes_back(
 def test_a_flood_of_hardware_addresses_fills_no_table_of_the_switch(
     attacks: Attacks, stage: Stage
 ) -> None:
-    """In the kernel's datapath, where each refused frame of its own kind would be a flow."""
+    """A flow per refused frame would fill the kernel's datapath."""
     flooding, neighbour = attacks.slices
     before, meters = _refused(stage, flooding.port), _meters(stage)
     slice_steps.in_guest(stage, "sudo python3 -", FLOOD, allocation=flooding.allocation)
@@ -543,13 +543,13 @@ def _is_up(stage: Stage, allocation: dict[str, Any]) -> None:
 def test_one_is_released_beside_the_other_though_the_reconciler_is_killed(
     stage: Stage, story: Chapter
 ) -> None:
-    """The host holds what the records say before and after it."""
+    """Host and records agree before and after the release."""
     story.needs("login")
     if "attacks" in story.done:
         story.done["attacks"].close()
         story.done["attacks"].remove()
     assert differences(stage) == set()
-    # An array and a volume group of the tenant, which nobody has to look at.
+    # An array and a volume group of the tenant do not stop the release.
     types = slice_steps.in_guest(stage, "sudo python3 -", LABELS).split()
     assert types == ["linux_raid_member", "LVM2_member"], types
     evidence = slice_steps.release(stage, lambda task_id: _kill_the_reconciler(stage, task_id))
@@ -560,7 +560,7 @@ def test_one_is_released_beside_the_other_though_the_reconciler_is_killed(
     functions = {slot["slot_id"]: slot["fabric_vf_pci_address"] for slot in stage.bundles()}
     address = functions[stage.facts["allocation"]["claims"][0]["slot_id"]]
     assert _functions(stage)[address][0] == stage.profile()["fabric"]["vlans"][0]
-    # The limit of the other slice.
+    # Only the limit of the other slice is left.
     assert len(stage.on_host(*QOS_ROWS).split()) == 1
     assert differences(stage) == set()
     story.done["release"] = evidence

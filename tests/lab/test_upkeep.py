@@ -40,7 +40,7 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
     """Host and records agree before and with a tenant; a VM that is off keeps its claim.
 
     A baseline that was lost with its guardian is mended by the comparison itself, under a filter
-    whose policy drops what guests send.
+    whose policy drops guests' packets.
     """
     story.needs("prepared")
     stage.on_host("sh", "-s", stdin=BROKEN)
@@ -51,7 +51,7 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
     assert lost <= mended, latest
     assert stage.on_host("systemctl", "is-active", "dnsmasq.service").strip() == "active"
     assert "restart_dnsmasq" in mended, latest
-    # What no repair may do is named on the node or on the slot that has it.
+    # Differences that need an operator are reported on their node or slot.
     (free,) = (slot for slot in stage.bundles() if _is_free(stage, slot["slot_id"]))
     with _unbound(stage, free["gpu_pci_address"]):
         assert differences(stage) == {"device_unfit"}
@@ -81,7 +81,7 @@ def test_what_the_host_holds_is_what_the_records_say(stage: Stage, story: Chapte
         _power(stage, action)
         boots.append(slice_steps.in_guest(stage, BOOT_ID))
     assert len(set(boots)) == len(boots)
-    # Off as its project wants it, not by its guest's own doing, and on again with what it had.
+    # Stopped by its project, not by its guest; it starts again with its disk and settings.
     _power(stage, "stop")
     assert stage.on_host("ls", SHUTDOWNS).split() == [domain]
     assert differences(stage) == set()
@@ -100,7 +100,7 @@ def test_a_tenant_logs_in_and_copies_through_the_gateway(
     story.needs("slice")
     assert stage.service is not None
     id = stage.facts["allocation"]["id"]
-    # As a host of an earlier version has it: the next comparison gives it the gateway's authority.
+    # A host of an earlier version lacks the gateway's authority: the next comparison adds it.
     conf = "/etc/ssh/sshd_config.d/61-gpuaas-relay.conf"
     stage.on_host("sed", "-i", "/TrustedUserCAKeys/d", conf)
     stage.on_host("rm", "/etc/ssh/gpuaas_relay_ca.pub")
@@ -165,7 +165,7 @@ class Sessions:
         codes = [client.wait(max(0.1, began + CUT_S - time.time())) for client in self.clients]
         assert codes == [255] * len(self.clients)
         expect(self.page.get_by_text("Closed. The machine was released.")).to_be_visible()
-        # By the page's own record, because the test may see the page late on a busy machine.
+        # Measured by the page itself, because the test may see it late on a busy machine.
         assert self.page.evaluate("window.closedAt") - 1000 * began < 1000 * CUT_S
 
 
@@ -173,7 +173,7 @@ class Sessions:
 def _sessions(stage: Stage) -> Iterator[Sessions]:
     """A tenant's jump and terminal through the gateway, and a terminal in the browser, all open
     when the block begins. The guest then loses the authority for terminals, which the gateway and
-    the page say.
+    the page report.
     """
     assert stage.service is not None
     id, config = stage.facts["allocation"]["id"], str(slice_steps.gateway_settings(stage))
@@ -209,7 +209,7 @@ def _sessions(stage: Stage) -> Iterator[Sessions]:
 
 
 def _opened(page: Page, address: str) -> str:
-    """Ask for a terminal in this page; return what the page says then."""
+    """Request a terminal in this page; return the text that the page shows then."""
     page.goto(address)
     page.get_by_role("button", name="Open a terminal").click()
     ended = re.compile(r"^(Connected|Closed)\.")
@@ -316,7 +316,7 @@ def test_a_reboot_closes_the_gate_until_the_host_is_proven_again(
     _powered(stage)
     assert slice_steps.in_guest(stage, "sudo cat /root/kept").strip() == "kept"
     assert differences(stage) == set()
-    # The host's reboot left the gateway's way, and the guest's key. The release cuts both.
+    # The gateway's access and the guest's key survive the host's reboot. The release cuts both.
     with _sessions(stage) as sessions:
         released = slice_steps.release(stage, lambda _task: sessions.cut())
     assert released["slots"] == ["available"]
@@ -370,7 +370,7 @@ FULL = """set -e
 free=$(df --output=avail --block-size=1M / | tail -n 1)
 fallocate --length $((free - 100))MiB /var/full
 """
-# Of a slice with this id and port, once telemetry has seen it run with its limit.
+# Removes the limit of a slice with this id and port, after telemetry has reported it running.
 LIMIT_LOST = """set -e
 cd /run/gpuaas-telemetry
 says() { timeout 300 sh -c 'until grep -q "$1" snapshot.json; do sleep 1; done' - "$1"; }
@@ -392,7 +392,7 @@ loginctl terminate-user hpcadmin
 for _ in $(seq 30); do userdel -r hpcadmin && exit; sleep 1; done
 exit 1
 """
-# A driver that takes every GPU at boot, as the vendor's does; the lab's stand-in has none.
+# A driver that takes every GPU at boot, as the vendor's does; the lab's stand-in GPUs have none.
 GREEDY = """
 echo options pci-stub ids=1234:11e8 > /etc/modprobe.d/gpuaas-test.conf
 echo pci-stub > /etc/modules-load.d/gpuaas-test.conf

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.covers("HOST-15")
 
 
 def test_nothing_of_slice_mode_remains(stage: Stage, story: Chapter) -> None:
-    """The playbook's comparison passed, and the same questions on the host confirm it."""
+    """The playbook's comparison passes, and commands on the host confirm it."""
     story.needs("prepared")
     body = {"to": "baremetal", "allow_reboot": True, "reason": "sold whole"}
     result = stage.task(stage.path("/conversion"), body)
@@ -37,7 +37,7 @@ def test_nothing_of_slice_mode_remains(stage: Stage, story: Chapter) -> None:
 
 
 def test_the_machine_is_as_it_was_deployed(stage: Stage, story: Chapter) -> None:
-    """Compare every file, unit and device, independently of what the way back believes it wrote."""
+    """Compare every file, unit and device, independently of the way back's own records."""
     story.needs("deployed", "way_back")
     left = traces.differences(story.done["deployed"], traces.look(stage))
     assert not left, "\n".join(left)

@@ -68,7 +68,7 @@ def test_the_standalone_script_bootstraps_with_a_reboot_of_its_own(
 
 
 def test_one_playbook_leads_back(stage: Stage, story: Chapter) -> None:
-    """Play it past the reconciler, whose record is a bare-metal machine all the time."""
+    """Play it without the reconciler, which records a bare-metal machine all the time."""
     story.needs("bootstrapped")
     output = byhand.playbooks(stage, "restore_baremetal", slice_allow_reboot=True)
     assert byhand.changed(output) != {"0"}

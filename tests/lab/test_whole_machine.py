@@ -113,7 +113,7 @@ sleep 1
 
 @pytest.mark.covers("CTRL-15")
 def test_its_installation_is_not_believed_any_more(stage: Stage, story: Chapter) -> None:
-    """The machine answered "all clean"; only another installation with another key is sold."""
+    """It reported no remnants, but it is sold only after a new installation with a new host key."""
     story.needs("whole_machine_released")
     assert stage.api().get(stage.path())["reinstall_required"]
     with pytest.raises(Problem) as refused:
@@ -259,7 +259,7 @@ def _enrol(stage: Stage) -> userdata.Answer:
 
 
 def _install_anew(stage: Stage) -> None:
-    """Give the host what a new installation changes: its machine id and its host key. Enrol it."""
+    """Give the host a new machine id and host key, as a new installation does, and enrol it."""
     script = f"""#!/bin/sh
 set -e
 rm -f /etc/machine-id /etc/ssh/ssh_host_ed25519_key*

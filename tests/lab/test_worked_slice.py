@@ -33,7 +33,7 @@ from tests.worked_slice import COMMANDS, INVENTORY, subject
 pytestmark = pytest.mark.covers("ECO-1")
 
 FOLDER = REPOSITORY / "build" / "worked-slice"
-# What the commands find beside `inventory/`.
+# Files that the commands need beside `inventory/`.
 CHECKOUT = ("ansible.cfg", "build", "playbooks", "profiles")
 LIMIT_S = 2400
 Document = dict[str, Any]
@@ -112,7 +112,7 @@ class Page:
         return evidence
 
     def look(self, name: str) -> Document:
-        """Run the next command, an ad-hoc one, and return what its module answers."""
+        """Run the next command, an ad-hoc command, and return its module's answer."""
         done = self.play(name)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         answer: Document = json.loads(done.stdout.partition(" => ")[2])

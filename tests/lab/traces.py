@@ -1,7 +1,7 @@
-"""Snapshot of a machine, for a comparison that knows nothing of the writes of slice mode.
+"""Snapshot of a machine, for a comparison that is independent of the records of slice mode.
 
-The way back compares only the parts that it knows it wrote. Here every part counts that is not
-named below.
+The way back compares only its own recorded changes. Here every part counts that is not excepted
+below.
 """
 
 from __future__ import annotations

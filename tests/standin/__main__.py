@@ -1,8 +1,8 @@
 """All stand-ins of the site's services, with some content, until interrupted: `make standins`.
 
 They change by themselves. An installation by MAAS takes a while, and the first of gpu2 fails.
-Somebody edits the device gpu1 just before its first change. A job of AWX waits, runs, and ends. It
-prints how a service of this checkout uses them. Nothing outside of FOLDER is changed.
+Another user edits the device gpu1 just before its first change. A job of AWX waits, runs, and ends.
+It prints how a service of this checkout uses them. Nothing outside of FOLDER is changed.
 
     python -m tests.standin FOLDER [SECONDS]         a step of a change takes so long
 """

@@ -5,8 +5,8 @@
 `POST /standin/begin` resets it (see `Faults`), `GET /standin/record` returns its record. The job
 templates are those that awx/import.yml makes. It models tokens, lists with pages and filters (the
 variables of jobs cannot be searched, as in AWX), launches with their ignored fields, jobs with
-their states and artifacts, events that are saved late, and cancel. Its answers are those of
-AWX 24.6.1, which was asked; `test_answers.py` holds them, and their fields to those of its source.
+their states and artifacts, events that are saved late, and cancel. Its answers are as measured at a
+real AWX 24.6.1; `test_answers.py` checks them, and compares their fields with AWX's source.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_TEMPLATE = 7
 FIRST_OBJECT = 1
 API = "/api/v2"
 INVENTORY = 3
-# Of the execution environment.
+# Image of the execution environment.
 IMAGE = "registry.example/gpuaas-slice-ee:0.1.0"
 Query = dict[str, str]
 STARTED = "2026-11-21T10:00:00Z"
@@ -82,7 +82,7 @@ class Faults:
     for Jinja in variables. project: changed fields of the project. changed: fields of single
     templates by name. play: a playbook that is really run instead. empty: nothing was imported, and
     objects can be made (`awx_objects`). pace_s: jobs go on by the clock, a state or an event each
-    so many seconds, whether or not somebody looks.
+    so many seconds, also without reads.
     """
 
     token: str = "token-1"
@@ -486,7 +486,7 @@ class Handler(BaseHTTPRequestHandler):
             while awx.faults.ends_on_cancel and job["status"] in ACTIVE:
                 awx.look(job)
             if job["status"] not in ACTIVE:
-                # The right to cancel is looked at first, and only a superuser has it here.
+                # The right to cancel is checked first, and only a superuser has it here.
                 privileged = awx.faults.privileged
                 return (405, _NOT_ALLOWED) if privileged else (403, _FORBIDDEN)
             awx.cancel(job)

@@ -1,8 +1,8 @@
 """Objects of the stand-in for AWX that an import makes, with surveys, associations and roles.
 
-Fields and choices are those of AWX 24.6.1's source (tests/data/awx); another field is dropped, and
-one that is read-only is not changed, as in AWX. What AWX checks of surveys, schedules, credential
-types and references is checked here as well.
+Fields and choices are those of AWX 24.6.1's source (tests/data/awx). As in AWX, unknown fields are
+dropped and read-only fields do not change. Surveys, schedules, credential types and references get
+the checks of AWX.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Objects:
         self.create("credentials", {**fields, "inputs": {"username": "root"}})
 
     def answer(self, method: str, words: list[str], query: dict[str, str], body: Record) -> Answer:
-        """The answer, 404 for what is not there."""
+        """The answer; 404 for a missing object."""
         kind, rest = words[0], words[1:]
         if kind == "unified_job_templates":
             every = [item for name in _UNIFIED for item in self._lists[name]]
@@ -108,9 +108,9 @@ class Objects:
         related = {"survey_spec": f"{url}survey_spec/"}
         item = {"id": number, "url": url, "type": _singular(kind), "name": "", "related": related}
         item |= {"description": "", **dict.fromkeys(_writable(kind) - item.keys())}
-        # The collection compares it, although nobody can set it.
+        # The collection compares it, although it cannot be set.
         item |= {"managed": False} if "managed" in KINDS[kind]["read_only"].split() else {}
-        # Of a project whose first update has ended.
+        # As in a project whose first update has ended.
         item |= {"scm_revision": "4b825dc"} if kind == "projects" else {}
         self._lists[kind].append(item)
         self._store(kind, item, body)
@@ -127,7 +127,7 @@ class Objects:
         return 200, self._shown(item)
 
     def _delete(self, kind: str, item: Record) -> None:
-        """With what AWX deletes after it (`on_delete` of its models)."""
+        """Delete it with its dependents, by the `on_delete` of AWX's models."""
         number = item["id"]
         self._lists[kind].remove(item)
         self._surveys.pop(item["url"], None)

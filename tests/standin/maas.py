@@ -4,9 +4,9 @@
 
 Operations, their parameters and the fields of a machine are held against a table from MAAS's own
 source (tests/data/maas): others are recorded as violations and refused. So are a key that is not
-sent as OAuth PLAINTEXT, and a nonce that comes twice. States and refusals follow the source:
-a locked machine may be changed by nobody, a release of a machine in Ready succeeds, a machine takes
-some reads to be deployed or released. MAAS itself was not asked.
+sent as OAuth PLAINTEXT, and a nonce that comes twice. States and refusals follow the source: a
+locked machine cannot be changed, a release of a machine in Ready succeeds, a machine takes some
+reads to be deployed or released. It was not compared with a real MAAS.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Faults:
     """machines: as at first, with only the values that matter. slow: reads until a state ends.
     lost: operations that MAAS carries out, but answers 504. status: operations, or `operation
     system_id`, that are answered by a status without effect. other: operations that are answered
-    with another machine. failing: the status in which a moving one ends instead. edits: changes by
-    somebody else, by operation, just before it. vanish: machine that MAAS loses at its next moving
+    with another machine. failing: the final status of a moving machine instead. edits: changes by
+    another user, by operation, just before it. vanish: machine that MAAS loses at its next moving
     state. body: answer to each GET. list_s: seconds until a list of machines is answered.
     takes_s: seconds that a moving state lasts, instead of reads. fails: machines whose next
-    deployment fails. erases: MAAS is set to erase disks at each release. missing: tags that nobody
-    has made. events: those from before, oldest first. wrong: fields in another form, by machine.
+    deployment fails. erases: MAAS is set to erase disks at each release. missing: tags that do
+    not exist. events: those from before, oldest first. wrong: fields in another form, by machine.
     trickle_s: seconds in which an answer comes byte by byte, by operation and machine.
     """
 

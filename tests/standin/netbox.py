@@ -2,11 +2,11 @@
 
     python -m tests.standin.netbox CERTIFICATE KEY       prints its port on the first line
 
-Requests and answers are held against NetBox's own OpenAPI description (tests/data/netbox): a query
-parameter, a field or a body that it does not have is recorded as a violation and refused; so is an
-answer of ours with another field or type, which is given. ETags, If-Match, tags
-by name and slug, cursors, all-or-nothing creation and error bodies follow the sources of NetBox
-4.6.6 (`netbox/api/viewsets`, `docs/integrations/rest-api.md`).
+Requests and answers are held against NetBox's own OpenAPI description (tests/data/netbox). A query
+parameter, field or body that is not in it is recorded as a violation and refused. An answer of this
+stand-in with another field or type is recorded too, but given. ETags, If-Match, tags by name and
+slug, cursors, all-or-nothing creation and error bodies follow the sources of NetBox 4.6.6
+(`netbox/api/viewsets`, `docs/integrations/rest-api.md`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREFIXES, JOURNAL = "/api/ipam/prefixes/", "/api/extras/journal-entries/"
 VRFS, INTERFACES = "/api/ipam/vrfs/", "/api/virtualization/interfaces/"
 MACS, ADDRESSES = "/api/dcim/mac-addresses/", "/api/ipam/ip-addresses/"
 _NETWORK = (VRFS, INTERFACES, MACS, ADDRESSES)
-# Kinds of which a site here has none. Inventories ask for them.
+# Kinds without objects here. Inventories request them.
 _EMPTY = [path for path, names in API["queries"].items() if names == ["limit", "offset"]]
 _STATIC = {
     "/api/status/": {"netbox-version": API["version"]},
@@ -63,7 +63,7 @@ _REFERENCES = (
 )
 # Canary: no record or log of a test may contain it.
 TOKEN = "nbt_canary91c4.e07-do-not-print"
-# Of gunicorn, for the first line of a request.
+# Gunicorn's limit for the first line of a request.
 _LONGEST_LINE = 4094
 _FAILED = {"error": "a plugin failed", "exception": "RuntimeError"}
 _START = datetime(2026, 11, 1, tzinfo=UTC)
@@ -71,7 +71,7 @@ _ANSWERS = {
     path: Draft202012Validator({"properties": fields, "additionalProperties": False})
     for path, fields in API["answers"].items()
 }
-# What NetBox shows of a field without a value.
+# Shown for a field without a value.
 _BLANK = {"string": "", "array": [], "integer": 0, "boolean": False, "object": {}}
 
 
@@ -96,14 +96,14 @@ class Faults:
     carried out and answered by 504, or by `lost_status`.
     status: `METHOD` to a status that is answered instead, 200 with a page. forbidden: `METHOD path`
     answered by 403.
-    invalid: names of objects that no write is accepted for. edits: changes by somebody else, by
+    invalid: names of objects that no write is accepted for. edits: changes by another user, by
     name of the object, each just before the next write to it. deaf: methods without effect. page:
-    the largest page. added: paths and objects that somebody adds just before an object of this name
-    is read. blind: the ETags for a list of changes are not compared. unchecked: nothing is held
-    against the description, for measurements. broken: names of objects, or `METHOD path`, whose
-    writes end in an error of NetBox itself. others: paths of objects to the number of the object
-    that is answered once instead. backwards: created objects are answered in the reverse order.
-    body: text of each answer to GET. drip_s: pause before each byte, in the headers as well.
+    the largest page. added: paths and objects of another user, created just before an object of
+    this name is read. blind: the ETags for a list of changes are not compared. unchecked: nothing
+    is held against the description, for measurements. broken: names of objects, or `METHOD path`,
+    whose writes end in an error of NetBox itself. others: paths of objects to the number of the
+    object that is answered once instead. backwards: created objects are answered in the reverse
+    order. body: text of each answer to GET. drip_s: pause before each byte, in the headers as well.
     """
 
     token: str = TOKEN
@@ -175,7 +175,7 @@ class Netbox(ThreadingHTTPServer):
         return new
 
     def delete(self, path: str, key: int) -> None:
-        """With what belongs to it: interfaces of a machine, addresses of an interface."""
+        """Delete it with its parts: interfaces of a machine, addresses of an interface."""
         del self.objects[path][key]
         pointers = {ADDRESSES: (MACHINES, "primary_ip4"), MACS: (INTERFACES, "primary_mac_address")}
         if path in pointers:
@@ -222,7 +222,7 @@ class Netbox(ThreadingHTTPServer):
         return None
 
     def owned(self, path: str, key: int) -> list[dict[str, Any]]:
-        """Objects of a kind that belong to one. Grouped anew only after a change."""
+        """Objects of a kind by owner. Grouped anew only after a change."""
         state = (self.clock, len(self.objects[path]))
         if self.groups.get(path, ((), {}))[0] != state:
             owner = "virtual_machine" if path == INTERFACES else "assigned_object_id"

@@ -1,4 +1,4 @@
-"""A stand-in for a service of the site: a process that serves HTTPS and tells what it was asked.
+"""A stand-in for a service of the site: a process that serves HTTPS and records its requests.
 
 Requests below /standin/ are the test's: POST resets it with faults, GET answers with its record.
 """

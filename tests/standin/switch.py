@@ -1,8 +1,8 @@
 #!/usr/bin/python3 -IS
-"""Open vSwitch, nft and iptables of a host, as the network baseline sees them: all is kept.
+"""Stand-in for a host's Open vSwitch, nft and iptables that keeps all settings in memory.
 
-Tests call `answer`. On the copied machine of tests/data/deployed_machine this file is the program
-itself, by the name that it is called, and keeps its state in a file. Standard library only.
+Tests call `answer`. On the copied machine of tests/data/deployed_machine this file is installed
+under the names of these programs, and keeps its state in a file. Standard library only.
 
 Flows are kept as text, because the guards are written as the switch prints them. That real packets
 see the same is shown in tests/unit/plugins/module_utils/network/test_isolation.py.
@@ -58,7 +58,7 @@ class Switch:
         if name == "ovs-vsctl" and words[0] == "br-exists":
             return (0 if words[1] in self.bridges else 2), "", ""
         if name == "ovs-vsctl":
-            # One line of output for each command that has any.
+            # A line of output for each command that has output.
             out = [line for command in _split(words) for line in self._vsctl(command)]
             return 0, "".join(f"{line}\n" for line in out), ""
         if name == "ovs-ofctl":
@@ -257,7 +257,7 @@ def _fields(flow: str) -> list[str]:
 
 
 def _key(flow: str) -> frozenset[str]:
-    """A flow with the same table, priority and match replaces the one before."""
+    """A flow with the same table, priority and match replaces its predecessor."""
     return frozenset(word for word in _fields(flow) if not word.startswith("cookie="))
 
 
@@ -292,7 +292,7 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
 
 
 def main(argv: list[str]) -> int:
-    """One call of a program on the copied machine.
+    """Run a call of a program on the copied machine.
 
     A bridge is a real interface there, and nft's tables belong to the network namespace.
     """

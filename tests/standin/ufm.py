@@ -4,7 +4,8 @@
 
 Its answers follow the NVIDIA UFM Enterprise REST API Guide 6.22, "PKey GUIDs Rest API": tokens as
 Basic credentials below /ufmRestV3, partitions as a document by key, GUIDs without colons, changes
-that show only later, and partitions that disappear with their last GUID. UFM itself was not asked.
+that show only later, and partitions that disappear with their last GUID. It was not compared with a
+real UFM.
 """
 
 from __future__ import annotations

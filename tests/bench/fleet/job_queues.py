@@ -15,9 +15,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-# What the tests of each package take, and the group of ours.
+# As in the packages' own tests; also the size of our groups.
 CONCURRENCY = 32
-# Jobs of one call of a client, as a request of the API takes them.
+# Jobs per call of a client, as a request of the API takes them.
 TOGETHER = 100
 TICK_S = 0.005
 RECORD = struct.Struct("d")
@@ -148,7 +148,7 @@ async def fill(send: Send, count: int) -> None:
 
 
 async def offer(send: Send, rate: float, seconds: float) -> None:
-    """Send jobs at a rate, whatever becomes of them. A late tick sends what is due, as of then."""
+    """Send jobs at a rate, without waiting for them. A late tick sends all due jobs, dated then."""
     began = time.monotonic()
     sent = 0
     while sent < rate * seconds:

@@ -35,7 +35,7 @@ _END_S = 600
 
 @pytest.fixture
 def limits() -> Limits:
-    """Those of production, instead of the tests' short ones."""
+    """Time limits of production, instead of the tests' short limits."""
     return Limits()
 
 

@@ -1,4 +1,4 @@
-"""OpenStack Placement as the peer: gunicorn, one child provider per slot, the same PostgreSQL.
+"""OpenStack Placement as the peer: gunicorn, a child provider per slot, the same PostgreSQL.
 
 Its environment is under build/peers. A bench creates it if it is missing, and so does `python -m
 tests.bench.fleet.openstack`. A claim there is two requests: candidates, then the allocation,

@@ -37,12 +37,12 @@ def make(url: str, count: int, slots_each: int) -> str:
                 url="https://images.invalid/bench.raw",
             )
             settings.set_site_scheduling(conn, True, ACT)
-            # A launch of a project without limits; those of the others count their rows.
+            # Launches without a quota, because a quota adds a count of the project's rows.
             settings.store(conn, "default_quota", {})
             _, secret = tokens.issue(conn, ACT, name="bench", role=Role.PLATFORM_ADMIN)
             _rows(conn, count, slots_each)
         with engine.connect() as conn:
-            # As on a site that is not minutes old.
+            # As on a site that has run for longer.
             conn.execution_options(isolation_level="AUTOCOMMIT").exec_driver_sql("VACUUM ANALYZE")
     finally:
         engine.dispose()

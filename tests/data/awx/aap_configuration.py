@@ -1,4 +1,4 @@
-"""What infra.aap_configuration reads: python tests/data/awx/aap_configuration.py GIT-FOLDER COMMIT
+"""Input of infra.aap_configuration: python tests/data/awx/aap_configuration.py GIT-FOLDER COMMIT
 
 GIT-FOLDER: a clone of redhat-cop/infra.aap_configuration. Prints aap-configuration-3.0.0.json: for
 each variable the role that reads it, whether the role `dispatch` plays that role, and the fields of

@@ -30,7 +30,7 @@ KINDS = {
     "notification_templates": "NotificationTemplateSerializer",
     "teams": "TeamSerializer",
 }
-# What the launcher reads and sends.
+# Objects that the launcher reads and sends.
 LAUNCHED = {
     "job": "JobDetailSerializer",
     "job_event": "JobEventSerializer",

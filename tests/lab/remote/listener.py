@@ -31,7 +31,7 @@ service.setblocking(False)
 
 
 def take(handle: socket.socket) -> None:
-    """Report the tokens of what has arrived."""
+    """Report the tokens of the arrived frames."""
     for _frame in range(1000):
         try:
             data, sender = handle.recvfrom(4096)

@@ -1,8 +1,8 @@
-"""Give an order to senders, and wait for what the listener sees; it runs on the lab host.
+"""Give an order to senders, and wait for lines of the listener; it runs on the lab host.
 
 Standard input: JSON. `order`: "" or an order, which each of `addresses` confirms in
-`order_limit_s`. `groups`: lines of the listener's `file`, without their time; in each group one is
-awaited, from time `after` on, for `limit_s`. Prints the file from `offset` on.
+`order_limit_s`. `groups`: lines of the listener's `file`, without their time. Of each group a line
+is awaited, from time `after` on, for `limit_s`. Prints the file from `offset` on.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ SETTLE_S = 1.0
 
 
 def give(order: str, addresses: list[str], limit_s: float) -> None:
-    """Send the order again until everybody has confirmed it: the host may look for their
-    hardware address in vain, and a sender may be busy.
+    """Repeat the order until all senders have confirmed it.
+
+    The host may not resolve a sender's hardware address at once, and a sender may be busy.
     """
     left, end = set(addresses), time.monotonic() + limit_s
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:

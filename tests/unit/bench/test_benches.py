@@ -1,4 +1,4 @@
-"""The benches of the reconciler still run, and say what docs/figures.md takes from them.
+"""The benches of the reconciler still run, and print the figures of docs/figures.md.
 
 Their figures are worth nothing at this size, on a machine that runs tests.
 """
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.long]
 
 
 def bench(output: Path, name: str, *words: str) -> dict[str, Any]:
-    """What a bench of a very small site added to the figures that were there."""
+    """Figures that a bench of a very small site adds to the existing figures."""
     output.write_text('{"clone": {"ratio": 0.84}}')
     command = [sys.executable, "-m", f"tests.bench.{name}", "--output", str(output), *words]
     done = subprocess.run(
@@ -38,7 +38,7 @@ def test_tasks(tmp_path: Path) -> None:
     counts = ("--noop", "6", "--runner", "2", "--profile", "3")
     rates = bench(tmp_path / "bench.json", "tasks", *words, *counts)["tasks"]
     assert (rates["noop_tasks"], rates["runner_tasks"]) == (6, 2)
-    # Without a process of its run a task is quicker, and every part of it was seen.
+    # Without a process of its run a task is quicker, and every part of it is measured.
     assert rates["noop_per_s"] > rates["runner_per_s"] > 0
     assert all(milliseconds > 0 for milliseconds in rates["where_ms"].values())
     # Each task is leased, begun and ended, and nothing of its run is lost with the machine.
@@ -63,7 +63,7 @@ def test_claims(tmp_path: Path) -> None:
     assert large["p50_growth"] == pytest.approx(large["p50_ms"] / small["p50_ms"], abs=0.01)
     for figures in (small, large):
         assert set(figures["where_ms"]) == {"http", "launch", "statements", "commits", "wire"}
-        # No part is another's as well, or the server's would be more than a client sees.
+        # Parts do not overlap: otherwise the server's parts would exceed the client's time.
         assert all(milliseconds > 0 for milliseconds in figures["where_ms"].values())
 
 
@@ -72,7 +72,7 @@ def test_console(tmp_path: Path) -> None:
     figures = bench(tmp_path / "bench.json", "console", *words)["console"]
     assert figures["slots"] == 16
     assert figures["pages_per_s"] > 0
-    # Processor time of one request after the other is a part of its time.
+    # The processor time of sequential requests is a part of their time.
     assert 0 < figures["fleet_page_ms"] <= figures["fleet_page_wall_ms"] + 10
 
 
@@ -111,7 +111,7 @@ def test_memory(tmp_path: Path) -> None:
     sizes = bench(tmp_path / "bench.json", "memory", *words)["memory_mib"]
     names = ("rest", "slots_16_loops", "slots_16")
     assert set(sizes) == {f"{name}{end}" for name in names for end in ("", "_pss", "_peak")}
-    # A Python process with all that a service loads; and no kernel shows more than its peak.
+    # At least a Python process with the service's libraries, at most the kernel's peak.
     for name in names:
         assert 30 < sizes[f"{name}_pss"] <= sizes[name] <= sizes[f"{name}_peak"] + 1
 

@@ -1,4 +1,4 @@
-"""The claims bench: which figures it writes, and that it never leaves out its peer unasked."""
+"""The claims bench: its figures; it leaves out its peer only on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVER = Server(folder=Path("/none"), binaries=Path("/none"), prefix=(), options
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """No peer is there; a new environment's pip does what this script says."""
+    """The peer is not installed; the pip of a new environment runs this script."""
     home = tmp_path / "placement"
     monkeypatch.setattr(openstack, "HOME", home)
 
@@ -56,7 +56,7 @@ def test_a_missing_peer_is_installed_once(tmp_path: Path, index: Callable[[str],
     calls = tmp_path / "asked"
     index(
         f'echo "$@" >> {calls}\n'
-        # Only together are they a peer.
+        # The peer needs all three packages.
         'printf \'#!/bin/sh\\n[ "$2" = "import gunicorn, placement, psycopg2" ]\\n\''
         ' > "${0%pip}python" && chmod +x "${0%pip}python"\n'
     )

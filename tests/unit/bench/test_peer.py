@@ -1,4 +1,4 @@
-"""Hand-written peer of the provisioning benchmark: its clean-up, and what a failure costs."""
+"""Hand-written peer of the provisioning benchmark: clean-up, and figures after a failure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def disk(tmp_path: Path) -> Iterator[str]:
 def test_nothing_that_a_guest_wrote_is_left_on_the_disk(disk: str, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    # What was never made cannot be removed: that fails, and is no reason to stop.
+    # Removing a missing object fails, which must not stop the clean-up.
     for name, code in {"virsh": 1, "dhcp_release": 1, "systemctl": 0, "udevadm": 0}.items():
         program = programs / name
         program.write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\nexit {code}\n')
@@ -138,7 +138,7 @@ def test_figures_are_kept_when_their_part_is_done(
 def test_a_provisioning_counts_its_modules_and_the_seconds_that_are_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stand-in of a launch takes no time; what the host waited for is taken off."""
+    """The stand-in of a launch takes no time; time in which the host waited is subtracted."""
     host: Any = Host(tmp_path)
     line = "1700000010.5 host slice_vm[1]: [run=t-1-1 correlation_id=c] Invoked with slot={...}"
     other = line.replace("t-1-1", "t-2-1")

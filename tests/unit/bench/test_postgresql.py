@@ -16,7 +16,7 @@ import pytest
 from tests import postgresql
 
 LIMIT = 107
-# What a server puts behind its folder's own name, and that name behind the build folder's.
+# Length of a server's folder and socket name, which follow the build folder in the path.
 BEHIND = len("/postgres-12345678/.s.PGSQL.5432")
 STARTER = """import os, pathlib, signal, sys
 from tests import postgresql
@@ -24,8 +24,7 @@ postgresql.claim(pathlib.Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# As PostgreSQL does, it hears SIGQUIT also where the tests were started to ignore it, in a shell's
-# background.
+# Like PostgreSQL, it handles SIGQUIT even if the tests, started in a shell's background, ignore it.
 SERVER = """import signal, sys
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 print("works", flush=True)
@@ -42,7 +41,7 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The system's folder for what is temporary."""
+    """The system's folder for temporary files."""
     folder = tmp_path / "system"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -83,7 +82,7 @@ def test_it_is_there_as_long_as_a_socket_can_be(
 def test_it_is_elsewhere_where_the_server_could_not_use_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # They would be a URL's, a shell's or a list's, not the path's.
+    # These characters have a meaning in URLs, shells or lists of hosts.
     for name in ("a b", "a&b", "a,b", "a+b"):
         assert "other characters" in placed(tmp_path / name, capsys)[1]
     cannot = ("sh", "-c", "exit 1")
@@ -102,7 +101,7 @@ def left(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def works() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
-    """What stands for a server in this folder: it works until it is told to end."""
+    """Start a stand-in for a server in this folder, which runs until its input ends."""
     begun = []
 
     def begin(data: str) -> subprocess.Popen[bytes]:
@@ -133,7 +132,7 @@ def test_the_server_of_a_killed_starter_ends(
 def test_whoever_has_the_number_now_goes_on(
     left: Path, works: Callable[[str], subprocess.Popen[bytes]]
 ) -> None:
-    """A server that ended long ago left its number, which another process was given."""
+    """A server that ended long ago left its process id, which another process has now."""
     other = works("/elsewhere/data")
     (left / "data/postmaster.pid").write_text(f"{other.pid}\n")
     postgresql.sweep(left.parent)

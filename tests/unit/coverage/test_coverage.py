@@ -1,4 +1,4 @@
-"""Requirement coverage report: pages of real pytest runs, with one and two workers."""
+"""Requirement coverage report: pages of real pytest runs, in one process and by two workers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_page_has_the_last_result_of_every_test(tmp_path: Path, workers: tuple
 
 
 def test_runs_add_up(tmp_path: Path) -> None:
-    """The second run plays what the first left out, and keeps what the first showed."""
+    """The second run plays the tests that the first omitted, and keeps the first run's results."""
     assert run(tmp_path, "-m", "not later", "tests/lab", "-k", "on_the_lab_host") == 0
     assert run(tmp_path, "-m", "later", "tests") == 0
     (row,) = (
@@ -145,7 +145,7 @@ def test_guest():
 
 
 def test_a_row_is_shown_by_a_test_or_open() -> None:
-    """A row without a test names the work that will show it; a row with one is not open."""
+    """A row without a test names the work that will show it; a row with a test is not open."""
     named: set[str] = set()
     for file in set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}:
         text = file.read_text()

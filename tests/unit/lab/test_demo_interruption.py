@@ -14,11 +14,11 @@ import pytest
 from lab.state import process_start
 
 ROOT = Path(__file__).resolve().parents[3]
-# Longer than any of these tests may take: a process that is left behind is seen as one.
+# Longer than the limit of these tests, so that a leftover process is still running and detected.
 SLEEP = "sleep 120"
 STARTED = ("qemu", "service", "run", "stubborn")
 # QEMU goes to the background of a shell that ends. A run forks away from its starter into a session
-# of its own; one of them ignores a polite request to end.
+# of its own. The process `stubborn` ignores SIGTERM and SIGINT.
 DEMO = f"""
 import subprocess, sys
 from pathlib import Path

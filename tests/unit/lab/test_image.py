@@ -53,7 +53,7 @@ def test_the_overlay_belongs_to_root_and_keeps_secrets(tmp_path: Path) -> None:
 
 
 def test_tar_reads_a_root_filesystem_to_its_end(tmp_path: Path) -> None:
-    """Whoever writes what tar leaves in the pipe dies by SIGPIPE, if tar is quicker."""
+    """If tar ends before it has read everything, the writer of the pipe dies by SIGPIPE."""
     archive = tmp_path / "root.tar"
     with tarfile.open(archive, "w") as tar:
         entry = tarfile.TarInfo("./file")

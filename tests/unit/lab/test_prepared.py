@@ -38,7 +38,7 @@ DONE = {"deployed": {"b", "a"}, "transition": {"applied": []}, "bind": object()}
 
 @pytest.fixture(autouse=True)
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is built, and of a lab host that is saved only what is beside its disks."""
+    """Nothing is built, and a saved lab host consists of the files beside its disks."""
     monkeypatch.setenv("GPUAAS_LAB_SAVED", str(tmp_path / "saved"))
     # CI keeps no copy of its lab host.
     monkeypatch.delenv("GPUAAS_LAB_SAVE", raising=False)
@@ -79,7 +79,7 @@ def test_a_later_session_goes_on_with_the_same_reconciler(
     monkeypatch.setattr(prepared, "key", lambda _firmware: "this")
     project = stage.facts["project"]
     prepared.save(stage, DONE)
-    # The service goes on; what is done after this is not in the copy.
+    # The service goes on; later changes are not in the copy.
     stage.api().post("/admin/projects", {"name": "later"})
 
     proven: list[Stage] = []

@@ -66,8 +66,8 @@ def test_an_image_is_finished_and_measured(tmp_path: Path, monkeypatch: pytest.M
 
     def write(draft: Path, layout: Any, *, finish: Path, **more: Any) -> None:
         subprocess.run(["sh", "-n", finish], check=True)
-        # Without the last stage of cloud-init nothing that a launch asks for runs, and without
-        # Jinja it writes no source of packages.
+        # Commands of a launch run in the last stage of cloud-init, and sources of packages need
+        # Jinja.
         for gone in ("mask", "jinja2", "/spare"):
             assert gone not in finish.read_text()
         assert "NVreg_NvLinkDisable=1" in finish.read_text()

@@ -1,4 +1,4 @@
-"""Order of the lab tests, and what a slow machine leaves out."""
+"""Order of the lab tests, and their selection on a slow machine."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def machine(accel: str = "tcg") -> Machine:
 
 
 def values(option: str, accel: str = "tcg") -> list[str]:
-    """What follows each `option`."""
+    """The value after each `option`."""
     words = topology.arguments(machine(accel))
     return [value for word, value in itertools.pairwise(words) if word == option]
 

@@ -18,7 +18,7 @@ Reply = Callable[[dict[str, str]], bytes]
 
 @pytest.fixture
 def channel(tmp_path: Path) -> Iterator[Callable[[Reply], Path]]:
-    """Starts the host's end: one connection, one delivery, answered by `reply`."""
+    """Starts the host's end: a single connection and delivery, answered by `reply`."""
     path = tmp_path / "userdata.sock"
     threads: list[threading.Thread] = []
     with socket.socket(socket.AF_UNIX) as listener:

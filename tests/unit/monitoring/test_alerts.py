@@ -1,4 +1,4 @@
-"""Alert rules, played by promtool: each fires for what it is for, and not for a little less.
+"""Alert rules, played by promtool: each fires in its case, and not just below its threshold.
 
 Each part of each rule is needed: without it, the rule's own cases fail.
 """
@@ -79,10 +79,10 @@ def _pass(cases: Path) -> bool:
 
 
 def _lessened(rule: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A rule without one of its conditions, without its time, or without the labels of a metric."""
+    """A rule without a condition, without its time, or without the labels of a metric, in turn."""
     text = rule["expr"]
     for word in ("and", "or"):
-        # One that is nothing's default, but a condition of its own.
+        # Not `or vector(...)`, which is the default of a metric and no condition.
         conditions = re.split(rf" {word} (?!vector\()", text)
         for at, condition in enumerate(conditions) if len(conditions) > 1 else ():
             yield (
@@ -102,7 +102,7 @@ def _tests(rule: dict[str, Any]) -> list[dict[str, Any]]:
     firing = firing if isinstance(firing, list) else [firing]
     labels = {**rule["labels"], **_kept_labels(rule, firing[0])}
     alert = {"exp_labels": labels, "exp_annotations": rule["annotations"]}
-    # That of the file, for a rule without its own.
+    # A mutant without a time of its own is judged by the file's time.
     lasts = int(rules()[name].get("for", "0m").replace("1h", "60m").rstrip("m"))
     pending = [(f"{lasts - 1}m", [])] if lasts else []
     verdicts = [*([*pending, (at, [alert])] for _ in firing), *([(at, [])] for _ in quiet)]

@@ -28,7 +28,7 @@ from tests.unit.reconciler.service.service import serving, until
 DASHBOARD = ROOT / "monitoring" / "grafana" / "gpuaas.json"
 METRIC = re.compile(r"\b(?:gpuaas|gpu_orchestrator|process)_[a-z0-9_]+")
 SELECTOR = re.compile(rf"({METRIC.pattern})(?:{{(.*?)}})?")
-# Of states, a scrape shows those that something has.
+# A scrape shows only states in use.
 STATES: dict[str, dict[str, type[StrEnum]]] = {
     "gpuaas_slots": {"status": SlotState, "health_state": HealthState},
     "gpuaas_nodes": {"state": NodeState},
@@ -40,7 +40,7 @@ __all__ = ["databases", "selling"]
 pytestmark = pytest.mark.covers("ORCH-6")
 
 
-# Of a site that uses NetBox or MAAS.
+# Metrics of a site that uses NetBox or MAAS.
 LATER = {f"gpuaas_{name}_{what}" for name in ("netbox", "maas") for what in ("complete", "seconds")}
 
 

@@ -1,4 +1,4 @@
-"""The wheel, built once for all that installs it."""
+"""The wheel, built once for all tests that install it."""
 
 from __future__ import annotations
 

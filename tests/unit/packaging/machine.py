@@ -1,4 +1,4 @@
-"""A machine with systemd as process 1 that only a test sees, and the service installed on it."""
+"""A private machine of a test with systemd as process 1, and the service installed on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOOT_S = 60
 
 @dataclass(frozen=True)
 class Machine:
-    """pid: of its process 1, as it is called out here."""
+    """pid: of its process 1, as seen from this machine."""
 
     pid: int
 
@@ -42,23 +42,23 @@ class Machine:
         )
 
     def run(self, *argv: str, user: str = "", text: str = "", limit_s: float = 120) -> str:
-        """The same for one that must succeed: what it printed."""
+        """Run a command that must succeed; return its output."""
         done = self.try_(*argv, user=user, text=text, limit_s=limit_s)
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}\n{self.journal()}"
         return done.stdout
 
     def journal(self) -> str:
-        """The last that its units said."""
+        """The last lines of its journal."""
         return self.try_("journalctl", "--no-pager", "-q", "-n", "60", "-o", "cat").stdout
 
     def path(self, name: str) -> Path:
-        """A file of it, as it is reached from out here."""
+        """The path of its file from this machine."""
         return Path(f"/proc/{self.pid}/root{name}")
 
 
 @contextmanager
 def booted(scratch: Path, shown: dict[Path, str]) -> Iterator[Machine]:
-    """Boot one; `shown` are folders of ours and where it has them, to be changed as it likes."""
+    """Boot a machine; `shown` are folders of ours with their places on it; it may change them."""
     group = f"gpuaas-test-{os.getpid()}"
     folders = [f"{source}={place}" for source, place in shown.items()]
     with (
@@ -97,7 +97,7 @@ def _until_up(process: subprocess.Popen[bytes], console: Path) -> Machine:
 
 
 def _forget(group: str) -> None:
-    # The kernel ends what ran in it, but leaves its groups to whoever made them.
+    # The kernel ends the machine's processes, but their control groups stay with their creator.
     for hierarchy in HIERARCHIES:
         top = Path(hierarchy, group)
         deadline = time.monotonic() + 10

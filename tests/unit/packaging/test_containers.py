@@ -24,7 +24,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: row for name, row in SERVICES.items() if row["image"] == "gpuaas:local"}
 DASHBOARDS = "/var/lib/grafana/dashboards"
-# What the commands of the page set. Another variable without a default would be an error.
+# Variables that the page's commands set. Another variable without a default would be an error.
 PAGE = (ROOT / "docs/scaling.md").read_text().partition("## In containers")[2]
 EXPORTED = dict(pair.split("=") for pair in re.findall(r"^export (.+)$", PAGE, re.M)[0].split())
 CA = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGPuYXMtdGVzdC1jYS1wdWJsaWMta2V5LTAwMDAwMDAw"

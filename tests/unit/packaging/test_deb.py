@@ -45,8 +45,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory, package: Path) -> Iterator
 
 @pytest.fixture
 def installed(machine: Machine, package: Path) -> None:
-    """The package is on the machine. The test before installed it, unless pytest-xdist has given
-    that one to another process, or this one to a process that has purged it.
+    """The package is on the machine. The preceding test has installed it, unless pytest-xdist plays
+    the two tests in different processes, or this process has purged it.
     """
     if machine.try_("test", "-e", "/usr/bin/gpuaas").returncode:
         _install(machine, package)
@@ -96,7 +96,7 @@ def test_a_second_installation_keeps_settings_and_records(machine: Machine, pack
 
 @pytest.mark.usefixtures("installed")
 def test_an_upgrade_that_is_given_up_leaves_the_service_running(machine: Machine) -> None:
-    """dpkg calls these two when it cannot unpack the newer package."""
+    """dpkg calls both scripts when it cannot unpack the newer package."""
     scripts = "/var/lib/dpkg/info/gpuaas"
     machine.run(f"{scripts}.prerm", "upgrade", "9.9")
     assert machine.try_("systemctl", "is-active", "gpuaas.service").stdout.strip() == "inactive"
@@ -131,7 +131,7 @@ def test_another_python_than_a_supported_one_is_refused(tmp_path: Path) -> None:
 
 
 def _install(machine: Machine, package: Path) -> str:
-    # Without fsync for each of 10,000 files.
+    # Omit the fsync of each of 10,000 files.
     return machine.run("dpkg", "--force-unsafe-io", "-i", f"/opt/package/{package.name}")
 
 

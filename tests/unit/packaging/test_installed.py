@@ -131,7 +131,7 @@ def test_what_it_reads_comes_with_it(installed: Installed) -> None:
 
 
 def test_service_and_commands_mean_one_site(serving: Installed) -> None:
-    """Nothing but the file of settings says which: as the service's user types it."""
+    """Both find the site by the file of settings alone, when the service's user runs a command."""
     made = serving.run("gpuaas", "token", "create", "--role", "platform-admin", "--name", "me")
     assert made.returncode == 0, made.stderr
     headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
@@ -240,13 +240,13 @@ def test_the_doctor_finds_it_whole(serving: Installed) -> None:
     findings = _doctor(serving)
     named = {finding["check"] for finding in findings}
     assert {"collection", "profiles", "ansible-playbook", "processes", "ssh_ca"} <= named
-    # Room and fabric are the site's, and the first token is still to be made.
+    # Disk space and fabric depend on the site, and the first token is not created yet.
     wrong = [finding for finding in findings if finding["status"] != "ok"]
     assert {finding["check"] for finding in wrong} <= {"disk_space", "fabric", "tokens"}, wrong
 
 
 def test_the_units_leave_settings_to_the_file() -> None:
-    """A unit with a folder of its own is another site than the one that the commands see."""
+    """A unit with a state folder of its own would be a different site than that of the commands."""
     for unit in (ROOT / "packaging" / "systemd").glob("*.service"):
         assert "GPUAAS_" not in unit.read_text().replace("/etc/gpuaas/gpuaas.env", "")
     text = (ROOT / "packaging" / "gpuaas.env").read_text()
@@ -302,7 +302,7 @@ def _files(place: Path) -> dict[str, bytes]:
 
 
 def _answer(here: Installed, *words: str) -> dict[str, Any]:
-    """What a command prints as JSON."""
+    """The JSON document that a command prints."""
     done = here.run("gpuaas", *words, "--output", "json")
     assert done.returncode == 0, done.stderr
     printed: dict[str, Any] = json.loads(done.stdout)

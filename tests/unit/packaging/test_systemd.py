@@ -19,12 +19,12 @@ from reconciler.settings import PREFIX, Settings
 
 PACKAGING = Path(__file__).resolve().parents[3] / "packaging"
 UNITS = sorted((PACKAGING / "systemd").glob("*.service"))
-# Of 10; what a service that dials hosts and starts processes cannot do without makes 2.
+# Of 10. The rights to connect to hosts and start processes, which the service needs, make 2.
 EXPOSED = 2.5
 
 
 def parsed(unit: Path) -> configparser.ConfigParser:
-    """A unit's sections; of a name that stands twice, the last."""
+    """A unit's sections; of a repeated name, the last."""
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read(unit)
@@ -60,7 +60,7 @@ def test_systemd_accepts_it_and_calls_it_hardened(unit: Path, tmp_path: Path) ->
 
 
 def test_processes_for_tenants_may_open_what_their_limits_allow() -> None:
-    """One tenant of a whole machine would otherwise use up what systemd allows by itself."""
+    """A single tenant of a whole machine could otherwise use up systemd's default limit."""
     limits = Limits()
     most = limits.connections * (1 + limits.channels) + limits.strangers
     for name in ("gpuaas", "gpuaas-api", "gpuaas-gateway"):

@@ -1,4 +1,4 @@
-"""The units under a real systemd: all that the service does works within what they allow it."""
+"""The units under a real systemd: the service works within their restrictions."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def until(machine: Machine, holds: Callable[[Machine], bool], limit_s: float = 6
 
 
 def shown(machine: Machine, unit: str, *names: str) -> list[str]:
-    """What systemd says of a unit, in the order of the names."""
+    """Properties of a unit, in the order of the names."""
     lines = machine.run("systemctl", "show", f"--property={','.join(names)}", unit).splitlines()
     values = dict(line.split("=", 1) for line in lines)
     return [values[name] for name in names]
 
 
 def newest(machine: Machine) -> dict[str, Any]:
-    """The task that was asked for last."""
+    """The newest task."""
     tasks = json.loads(gpuaas(machine, "tasks", "list", "--output", "json"))
     return dict(max(tasks, key=lambda task: str(task["created_at"])))
 
@@ -90,7 +90,7 @@ def test_a_run_outlives_a_restart_of_its_unit(machine: Machine) -> None:
     gpuaas(machine, "nodes", "discover", "n1", "--no-wait")
     until(machine, lambda machine: machine.try_(*RUNS).stdout != "")
     run = machine.run(*RUNS).split()
-    # Held where it is: else it might be over before the service is.
+    # Stop the run's processes: otherwise it might end before the service has stopped.
     machine.run("kill", "-STOP", *run)
     machine.run("systemctl", "restart", "gpuaas.service")
     until(machine, ready)
@@ -135,13 +135,13 @@ def test_a_killed_service_is_started_again(machine: Machine) -> None:
 
 def test_the_two_units_of_a_larger_site_take_the_ones_place(machine: Machine) -> None:
     machine.run("systemctl", "start", "gpuaas-api.service", "gpuaas-worker.service")
-    # In its place, not beside it: the two would want one socket and one state folder.
+    # In its place, not beside it: they would share a socket and a state folder.
     assert shown(machine, "gpuaas.service", "ActiveState", "Result") == ["inactive", "success"]
     until(machine, ready)
     gpuaas(machine, "nodes", "discover", "n1")
     for unit in ("gpuaas-api.service", "gpuaas-worker.service"):
         machine.run("systemctl", "stop", unit)
         assert shown(machine, unit, "ActiveState", "Result") == ["inactive", "success"]
-    # For the tests that a worker of pytest-xdist takes over from another one.
+    # For tests that pytest-xdist moves to this worker.
     machine.run("systemctl", "start", "gpuaas.service")
     until(machine, ready)

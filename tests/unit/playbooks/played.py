@@ -36,7 +36,7 @@ def play_states(story: str, folder: Path, variables: Callable[[str], dict[str, A
 
 
 def result(text: str) -> dict[str, Any]:
-    """The run's one result, as ansible-runner and AWX get it."""
+    """The run's only result, as ansible-runner and AWX get it."""
     match = re.search(r'"slice_result": (\{.*\})\s*\}', text, re.DOTALL)
     assert match, text
     return contract.check_result(json.loads(match[1]))

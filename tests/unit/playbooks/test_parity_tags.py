@@ -19,7 +19,7 @@ pytestmark = pytest.mark.covers("HOST-10")
 
 ROOT = Path(__file__).resolve().parents[3]
 SLICE = "gpuaas-profile-slice-vm"
-# Writes down what it was given, and looks at nothing of the machine.
+# Writes its parameter to a file, and does not inspect the machine.
 MODULE = """#!/usr/bin/python
 import json
 from ansible.module_utils.basic import AnsibleModule
@@ -32,7 +32,7 @@ module.exit_json(parity={{"lines": [], "checks": []}})
 
 
 def module_tags(folder: Path, given: list[dict[str, Any]]) -> list[Any]:
-    """What the real role gave to the module, for each of these variables of its caller."""
+    """The tags that the real role passes to the module, for each set of its caller's variables."""
     collection = folder / "ansible_collections" / "gpuaas" / "slice"
     (collection / "plugins" / "modules").mkdir(parents=True)
     file = collection / "plugins" / "modules" / "slice_parity.py"
@@ -73,7 +73,7 @@ def module_tags(folder: Path, given: list[dict[str, Any]]) -> list[Any]:
 def test_the_role_leaves_out_only_tags_that_nobody_knows(tmp_path: Path) -> None:
     some = ["virtual", SLICE]
     given: list[Any] = [None, "", [], some]
-    # '' is what Ansible before 2.19 makes of null.
+    # Ansible before 2.19 renders null as ''.
     cases = [{}, *({"slice_parity_maas_tags": tags} for tags in given)]
     assert module_tags(tmp_path, cases) == [None, None, None, [], some]
 
@@ -91,7 +91,7 @@ def test_by_hand_a_machine_is_judged_by_the_tags_that_were_said(
 ) -> None:
     """The real playbook, role and module, by ansible-runner, on this machine.
 
-    By the profile of a site with MAAS: of the lab's, no tag is asked.
+    By the profile of a site with MAAS: the lab's profile requires no tag.
     """
     out = gpuaas("host", "parity", "--profile", "xe9680l-h200", *words)
     (verdict,) = (row for row in out.splitlines() if " check=maas_intent " in row)

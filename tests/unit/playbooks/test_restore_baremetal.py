@@ -67,13 +67,13 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
     assert (refused["ok"], refused["error"]["code"]) == (False, "slices_present")
     assert "changed=0" in dirty and "waits for the wipe of eui.1" in refused["error"]["found"]
 
-    # The forecast changes nothing, which `diff` would show, and says what is left to do.
+    # The forecast changes nothing, which `diff` would show, and reports the pending changes.
     assert forecast.rstrip().endswith("}") and result(forecast)["evidence"]["remnants"] > 10
     # GPU services and compiled code come after the boot; it does not know of the lease, nor of the
     # tuning yet.
     assert _changed(forecast) == _changed(early)
 
-    # A forecast gives up no lease, and goes on as if it had.
+    # A forecast gives up no lease, but continues as after giving it up.
     assert given.rstrip().endswith("}") and result(given)["ok"]
     assert result(given)["evidence"]["written_off"] == []
 
@@ -87,7 +87,7 @@ def test_a_slice_host_becomes_what_it_was(files: tuple[str, str], tmp_path: Path
     assert second["evidence"]["kept"]["disks_gone"] == ["eui.1"]
     assert all(row["ok"] for row in second["evidence"]["compared"])
     assert result(again)["ok"] and "changed=0" in again
-    # As before it became a slice host; and as before this when it is made one again.
+    # Way back and second conversion each restore the earlier state of the machine.
     assert (difference, forth) == ("", "")
-    # The comparison sees what it must: there was a difference.
+    # The comparison can see differences: as a slice host the machine had many.
     assert int(between) > 20

@@ -69,7 +69,7 @@ class FakePci:
         return self
 
     def interface(self, name: str, address: str = "", *, kind: str = "1") -> Path:
-        """Add a network interface that is down, of a PCI function or of none."""
+        """Add a network interface that is down, with or without a PCI function."""
         link = self.root / "sys/class/net" / name
         link.mkdir(parents=True, exist_ok=True)
         (link / "address").write_text("52:54:00:00:fa:01\n")

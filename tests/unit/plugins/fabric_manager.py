@@ -34,7 +34,7 @@ class FabricManager:
 
     @property
     def calls(self) -> list[list[str]]:
-        """Argument lists so far, without where the Fabric Manager answers."""
+        """Argument lists so far, without the Fabric Manager's address."""
         return [words[2:] for words in self._state.get("calls", [])]
 
 
@@ -46,8 +46,8 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FabricManager:
 
 
 def be_short(patch: pytest.MonkeyPatch, faults: dict[str, str]) -> None:
-    """Wait half a second for an operation that hangs, and for no other: each of them starts the
-    program, which takes longer on a busy machine.
+    """Wait half a second for an operation that hangs, and normally for others: each of them starts
+    the program, which takes longer on a busy machine.
     """
     for operation, fault in faults.items():
         if fault == "hang":

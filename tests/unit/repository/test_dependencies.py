@@ -111,7 +111,7 @@ def test_the_bill_of_materials_has_every_package_with_its_digests() -> None:
 def test_the_audit_is_of_the_lock_by_a_pinned_tool_and_fails_with_it(
     tmp_path: Path, code: int
 ) -> None:
-    """Stand-ins for the setup and for uv: what the tool finds is the public databases' to say."""
+    """With stand-ins for the setup and uv, because the findings depend on public databases."""
     for program, text in (
         ("scripts/setup", "exit 0"),
         (".venv/bin/uv", f'printf "%s\\n" "$@" >called\nexit {code}'),

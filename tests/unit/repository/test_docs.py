@@ -142,7 +142,7 @@ def test_each_option_says_what_it_is() -> None:
 
 
 def test_each_command_is_on_a_page() -> None:
-    """With an example, or in a sentence that says when it is wanted."""
+    """With an example, or in a sentence that explains its use."""
     shown = {line for text in TEXTS.values() for line, _ in commands(text)}
     alone = [
         path

@@ -1,4 +1,4 @@
-"""Test sessions: who plays the lab tests, what an interruption leaves, and which files are slow."""
+"""Test sessions: the worker of the lab tests, leftovers of an interruption, and slow files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_that_is_interrupted():
 """
 
 
-# Each test writes down its name and who plays it.
+# Each test writes down its name and its worker.
 UNIT = """
 import os, pathlib, pytest
 

@@ -1,4 +1,4 @@
-"""What `scripts/sanity` hands to ansible-test."""
+"""Settings of pip that `scripts/sanity` hands to ansible-test."""
 
 from __future__ import annotations
 

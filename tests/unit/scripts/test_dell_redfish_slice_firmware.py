@@ -1,4 +1,4 @@
-"""The script that an engineer types, run as a process against a BMC that is one too."""
+"""The script for engineers, run as a process against a BMC in a second process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def environment(bmc: standin.Bmc, **more: str) -> dict[str, str]:
 
 
 def run(bmc: standin.Bmc, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """The script from another folder; the password is in nothing that it leaves."""
+    """Run the script from another folder; neither output nor files contain the password."""
     done = subprocess.run(
         [str(SCRIPT), *words], env=environment(bmc, **more), cwd="/",
         capture_output=True, text=True, timeout=30, check=False,

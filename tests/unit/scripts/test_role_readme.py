@@ -1,4 +1,4 @@
-"""The READMEs of the roles say what the roles take."""
+"""The READMEs of the roles document the roles' variables."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_free_package_manager_is_used_at_once(checkout: Checkout) -> None:
 def test_package_lists_in_use_are_waited_for(checkout: Checkout) -> None:
     checkout.calls.touch()
     with (checkout.lists / "lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
-        # A POSIX lock of this process, as apt's own is one: apt-get meets it as another's.
+        # A POSIX lock like apt's own, so that apt-get finds the lists locked by another process.
         fcntl.lockf(lock, fcntl.LOCK_EX)
         run = pool.submit(checkout.setup)
         # The first call has met the lock when the second comes.

@@ -15,9 +15,9 @@ import yaml
 
 from scripts import standalone
 
-# What Ubuntu 22.04 has, in which MAAS commissions.
+# Python of Ubuntu 22.04, in which MAAS commissions.
 OLDEST = (3, 10)
-# Of the standard library what came later and is easily reached for; an empty set is all of it.
+# Newer names of the standard library that are easily used; an empty set is the whole module.
 LATER: dict[str, set[str]] = {
     "asyncio": {"Barrier", "Runner", "TaskGroup", "timeout"},
     "contextlib": {"chdir"},
@@ -148,12 +148,12 @@ def test_what_is_newer_is_found() -> None:
     assert list(later(newer)) == ["tomllib", "StrEnum", "datetime.UTC"]
 
 
-# Without `covers`: where there is no such Python it is passed over, and then it shows nothing.
+# Without `covers`, because the test is skipped, and shows nothing, where this Python is missing.
 @pytest.mark.parametrize("script", standalone.SCRIPTS, ids=lambda script: script.path)
 def test_a_script_runs_with_the_python_of_commissioning(
     script: standalone.Script, oldest: Path, built: Path
 ) -> None:
-    """Every source is loaded, which runs what a first use of it would, and the program answers."""
+    """Every source is loaded, which runs its top-level code, and the program answers."""
     body = standalone.build(script).partition(f"3<<'{standalone._END}'\n")[2]
     program = body.partition(f"\n{standalone._END}\n")[0].rpartition("\nrun(")[0]
     load = "import importlib\nfor name in SOURCES: importlib.import_module(PACKAGE + name)\n"
@@ -200,7 +200,7 @@ def metadata(text: str) -> dict[str, Any]:
 
 @pytest.mark.covers("HOST-1")
 def test_the_script_that_changes_the_bios_is_run_by_its_own_tag_only(tmp_path: Path) -> None:
-    """MAAS takes a script once for each name; whoever asks for the one must not get the other."""
+    """MAAS identifies scripts by name, so a request for one script must not select the other."""
     place = tmp_path / "site" / standalone.APPLYING.path
     assert standalone.main(["--apply-bios", str(place)]) == 0
     assert place.stat().st_mode & 0o111 == 0o111
@@ -216,14 +216,14 @@ def test_the_script_that_changes_the_bios_is_run_by_its_own_tag_only(tmp_path: P
 
 @pytest.mark.covers("HOST-1", "ECO-3")
 def test_maas_runs_its_script_on_machines_with_a_gpu_of_the_profile_only() -> None:
-    """Where MAAS looks: YAML between the two marks, in comments."""
+    """By the metadata that MAAS reads: YAML in comments, between two marks."""
     meta = metadata(standalone.build(standalone.FIRMWARE))
     profile = yaml.safe_load((standalone.ROOT / "profiles/xe9680l-h200.yml").read_text())
     assert meta["script_type"] == "commissioning" and meta["tags"] == "gpuaas"
     assert [meta["for_hardware"]] == [f"pci:{id}" for id in profile["gpu"]["ids"]]
     released = metadata(standalone.build(standalone.RELEASE))
     assert (released["script_type"], released["for_hardware"]) == ("release", meta["for_hardware"])
-    # Only a release that asks for it waits for it.
+    # The script runs only in a release that requests it.
     assert released["tags"].split(",") == ["gpuaas", "noauto"] and "may_reboot" not in released
     two = yaml.safe_load(standalone.hardware({"gpu": {"ids": ["10de:2335", "10de:2330"]}}))
     assert two == ["pci:10de:2335", "pci:10de:2330"]

@@ -52,7 +52,7 @@ def test_a_service_works_with_them_by_the_settings_that_are_written(tmp_path: Pa
 
 
 def _edited_meanwhile(settings: Settings) -> None:
-    """Somebody has changed the device since it was read, and both changes stay."""
+    """Another user has changed the device since it was read, and both changes stay."""
     change = {"custom_fields": {"gpuaas_state": "ready"}}
     with netbox_api.Client(netbox_api.netbox_access(settings)) as client:
         device = next(row for row in client.every(Device, tag=TAG) if row.name == "gpu1")
@@ -98,7 +98,7 @@ def _job_that_runs(settings: Settings) -> None:
 
 
 def _went(seen: list[Any], *states: Any) -> bool:
-    """Whether it went through these states to the last one. A busy machine may miss some."""
+    """Whether it went through these states to the last. A busy machine may miss some."""
     return seen[-1] == states[-1] and seen == [state for state in states if state in seen]
 
 

@@ -77,7 +77,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def inventory(*sources: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The real program; what it could not read is a warning of its standard error."""
+    """The real program; unreadable sources are warnings on its standard error."""
     words = [word for source in sources for word in ("-i", str(source))]
     enabled = {"ANSIBLE_INVENTORY_ENABLED": "auto,yaml", "COLUMNS": "10000"}
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""The inventory of a reconciler that lies, hangs, or answers what no reconciler answers."""
+"""The inventory of a reconciler that lies, hangs, or sends invalid answers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_no_text_is_a_template_and_no_connection_of_another_source_changes(tmp_p
     assert listed["node-1"]["ansible_host"] == "192.0.2.7"
     assert listed["bastion"]["ansible_host"] == "192.0.2.1"
     assert listed["bastion"]["ansible_port"] == 2222
-    # Nothing is left of a source that is refused while its hosts are added.
+    # A source that is refused while its hosts are added leaves no values.
     assert "Could not set copied" in done.stderr
     assert (listed["bastion"]["gpuaas_state"], "node-2" in listed) == ("ready", False)
     assert "state_draining" not in json.loads(done.stdout)

@@ -1,5 +1,5 @@
 """Stand-in for netplan's generator, for the needs of parity; test_netplan compares it with the real
-one."""
+program."""
 
 from __future__ import annotations
 

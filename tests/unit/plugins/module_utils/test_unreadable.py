@@ -79,7 +79,7 @@ def baseline() -> object:
 
 
 def certificate() -> object:
-    # sshd gets the earlier file back if it does not accept the new one.
+    # sshd gets the earlier file back if it does not accept the new file.
     return _host_certificate.apply({"certificate": "x"}, None)
 
 
@@ -276,7 +276,7 @@ def test_what_a_tenant_hides_from_root_is_left_of_the_tenant(tree: Path) -> None
 
 
 def test_no_function_that_hides_errors_is_used() -> None:
-    """Of an error, these make an empty folder or a missing file."""
+    """They turn an error into an empty folder or a missing file."""
     hides = re.compile(r"r?i?glob\(|os\.path\.(l?exists|is[a-z]+)\(|os\.walk\([^,]*\)")
     plugins = Path(_host.__file__).parents[2]
     uses = [

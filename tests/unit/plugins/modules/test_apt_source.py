@@ -164,7 +164,7 @@ def test_a_key_with_another_fingerprint_is_not_trusted(
     outcome = drive(params(tree, vendor, other_publisher.key()))
     assert code(outcome) == "key_fingerprint_mismatch"
     assert not (tree / KEYRING[1:]).exists() and not (tree / SOURCE[1:]).exists()
-    # A second key in the file would be trusted along with the right key.
+    # A second key in the file would be trusted as well.
     assert code(drive(params(tree, vendor, vendor.key() + other_publisher.key()))) == (
         "key_fingerprint_mismatch"
     )

@@ -135,7 +135,7 @@ def test_what_the_tenant_wrote_into_the_ledger_saves_no_disk_from_the_wipe(host)
 
 @pytest.mark.covers("I7", "I13")
 def test_no_release_begins_on_a_machine_that_another_allocation_holds(host) -> None:
-    """The records are older than this host, and know only the tenant before its present one."""
+    """The records are older than the host's ledger, and contain only the earlier tenant."""
     present = "33bd713b-6073-4ef7-8a51-2897e902365d"
     lease(fence=2, allocation_id=present)
     wipe(2)

@@ -299,7 +299,7 @@ def test_a_group_of_that_name_is_found_before_anything_is_done(accounts: Account
     assert refusal is not None
     assert (refusal.code, refusal.found) == ("account_taken", "the group adm has gid 4")
     assert accounts.calls == []
-    # The group that comes with the tenant's own account is none of another one.
+    # The group of the tenant's own account does not count as another account's.
     drive("present")
     gid = next(line for line in accounts.passwd if line.startswith("alice:")).split(":")[3]
     groups.write_text(f"adm:x:4:syslog\nalice:x:{gid}:\n")
@@ -307,13 +307,13 @@ def test_a_group_of_that_name_is_found_before_anything_is_done(accounts: Account
 
 
 def test_only_the_group_that_came_with_the_account_goes(accounts: Accounts) -> None:
-    """A run that was killed has left it, and it would keep the next tenant of that name out."""
+    """A killed run has left it, and it would block the next tenant of that name."""
     groups = accounts.tree / "etc/group"
     groups.write_text(f"adm:x:4:syslog\nalice:x:{UID}:www-data\n")
     gone = drive("absent")
     assert (gone.failure, gone.done) == (None, ["remove_group"])
     assert groups.read_text() == "adm:x:4:syslog\n"
-    # One of the host, and one that an account of the host has as its own.
+    # A group of the host stays, and so does the primary group of an account of the host.
     for gid, user in ((4, "ops:x:1000:1000"), (UID, f"ops:x:1000:{UID}")):
         accounts.passwd[1] = f"{user}::/home/ops:/bin/bash"
         accounts._write()

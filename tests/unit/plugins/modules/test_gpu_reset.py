@@ -176,7 +176,7 @@ def test_a_release_takes_no_evidence_of_an_older_claim(host: Host) -> None:
     later = {"slot_id": "slot-3", "fence": 8, "gpu_pci_address": GPU}
     assert host.reset(slots=[later]).done == ["reset_gpu"]
     assert code(host.reset()) == "stale_fence"
-    # Another method or scrub of the profile is another reset.
+    # With another method or scrub in the profile, the GPU needs a new reset.
     assert host.reset(slots=[later], scrub="edu").done == ["reset_gpu"]
 
 
@@ -194,7 +194,7 @@ def test_a_bus_with_another_card_is_never_reset(
 ) -> None:
     folder = host.add(GPU, reset_method=offered)
     host.add("0000:43:01.0")
-    # Another port of the same switch is another bus.
+    # A function below another port of the same switch is on another bus.
     host.add(OTHER, bridge="0000:40:02.0")
     outcome = host.reset(methods=methods)
     if outcome.failure is None:
@@ -222,14 +222,14 @@ def test_a_reset_that_never_returns_ends_by_name(
     host.reset()
     assert _ledger.standing_gpu("slot-3", GPU)
     (folder / "reset").unlink()
-    # The write waits for a reader of the pipe, and none comes.
+    # The write blocks, because the pipe has no reader.
     os.mkfifo(folder / "reset")
     monkeypatch.setattr(_gpu_reset, "DEADLINE_S", 0.2)
     later = {"slot_id": "slot-3", "fence": 8, "gpu_pci_address": GPU}
     assert code(host.reset(slots=[later], methods=["bus"])) == "gpu_reset_hangs"
-    # The kernel would else have this one method until the next boot.
+    # Otherwise the kernel would keep this single method until the next boot.
     assert (folder / "reset_method").read_text().split() == ["flr", "bus"]
-    # The evidence of the earlier reset ended when this one began.
+    # The evidence of the earlier reset ended when this reset began.
     assert not _ledger.standing_gpu("slot-3", GPU)
 
 
@@ -267,7 +267,7 @@ def test_another_chip_at_the_address_is_refused(host: Host) -> None:
 
 
 def test_an_h200_is_judged_by_the_files_of_its_kernel(host: Host) -> None:
-    """Files of a real one. Its registers are those of NVIDIA's sources."""
+    """With files of a real H200. Its registers are those of NVIDIA's sources."""
     recorded = json.loads((RECORDED / "pci.json").read_text())
     folder = host.add(GPU, **recorded["files"])
     config = bytearray.fromhex(recorded["config"])
@@ -357,7 +357,7 @@ def test_a_bounded_call_gives_value_refusal_and_failure() -> None:
 
 
 def test_a_bounded_call_holds_nothing_of_its_caller() -> None:
-    """A child that hangs must not keep the pipe open for whose end the caller's caller waits."""
+    """A hanging child must not keep a pipe open whose end the caller's parent waits for."""
     descriptors = Path("/proc/self/fd")
     reader, writer = os.pipe()
     mine = (descriptors / str(writer)).readlink()

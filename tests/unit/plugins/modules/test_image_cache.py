@@ -282,7 +282,7 @@ def test_the_index_of_an_image_is_not_kept_before_its_bytes(
 
 def test_an_image_is_forgotten(source: str) -> None:
     cache(source)
-    # Of a download that was killed.
+    # Left by a killed download.
     _host.path(f"{_image_cache.path_of(DIGEST)}.part").write_bytes(b"x")
     assert cache(state="absent").changed
     assert not cache(state="absent").changed
@@ -295,7 +295,7 @@ def test_the_list_of_images_says_which_are_as_they_were_verified(source: str, tr
     path = cache(source).facts["path"]
     folder = _host.path(path).parent
     other = "sha256:" + "0" * 64
-    # A download that was cut off, and a file that nobody verified.
+    # An interrupted download, and a file that was never verified.
     (folder / f"{DIGEST[7:]}.raw.part").write_bytes(b"x")
     (folder / f"{other[7:]}.raw").write_bytes(b"xyz")
     answer = image_cache_info.look({"digest": None})

@@ -98,7 +98,7 @@ def test_a_second_run_leaves_the_tenants_bytes_alone(ready, monkeypatch) -> None
 
 @pytest.mark.covers("I7", "P5")
 def test_a_complete_clone_is_not_written_over_under_the_same_claim(ready) -> None:
-    """Neither with another image, nor by a run that hung between its plan and its clone."""
+    """Neither another image nor a run that hung between plan and clone writes it again."""
 
     def late(params: Any, step: _change.Step) -> Any:
         assert clone().failure is None
@@ -205,7 +205,7 @@ def test_an_image_that_its_disk_cannot_read_is_not_trusted_again(ready, monkeypa
 @pytest.mark.covers("P14")
 @pytest.mark.parametrize("verified", [True, False], ids=["another image", "a changed file"])
 def test_a_file_that_was_replaced_after_the_plan_reaches_no_disk(ready, verified: bool) -> None:
-    """The file in the cache is good when the clone is planned, and another one when it begins."""
+    """The file in the cache is good when the clone is planned, and replaced before it begins."""
     path, other = _image_cache.path_of(DIGEST), bytes(MIB) + os.urandom(len(CONTENT) - MIB)
 
     def plan(params: _change.Params, state: image_clone.State) -> _change.Plan:

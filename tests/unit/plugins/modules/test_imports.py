@@ -1,4 +1,4 @@
-"""What the modules of a launch do not load, because it takes longer there than their work.
+"""Files that the modules of a launch do not load, because it would take longer than their work.
 
 On an emulated host each of their files takes 10 ms, and some of the standard library take more.
 """
@@ -21,17 +21,17 @@ UTILS = _source_closure.PACKAGE
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        # The client of HTTP, of a host that has the image.
+        # The HTTP client, on a host that has the image.
         ("modules.image_cache", ("http.client", "ssl", "email")),
-        # What renders a seed, of the module that detaches it.
+        # The renderer of seeds, in the module that detaches a seed.
         ("modules.slice_handover", (f"{UTILS}.slice._guest_runtime",)),
-        # Boot services, of the hook for which libvirt waits.
+        # Boot services, in the start hook, for which libvirt waits.
         ("module_utils.network._start_hook", (f"{UTILS}.core._boot_files",)),
         ("modules.slice_ready", (f"{UTILS}.slice._domain", "xml")),
     ],
 )
 def test_a_launch_loads_no_more_than_it_needs(module: str, absent: tuple[str, ...]) -> None:
-    # What Ansible itself loads counts for none of them.
+    # Files that Ansible itself loads do not count.
     code = "import ansible.module_utils.basic, sys\nbefore = set(sys.modules)\n"
     code += f"import {PLUGINS}.{module}\nprint(*(set(sys.modules) - before))"
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}

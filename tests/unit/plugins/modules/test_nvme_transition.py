@@ -116,7 +116,7 @@ def test_an_approved_disk_is_taken_once(shared) -> None:
 
 @pytest.mark.covers("I7")
 def test_the_root_disk_is_not_erased_through_its_other_path(bench) -> None:
-    """With `nvme_core.multipath=N` the by-id link names the path that nothing is mounted from."""
+    """With `nvme_core.multipath=N` the by-id link names the path without mounts."""
     for name, minor in (("nvme1n1", 1), ("nvme2n1", 11)):
         bench.disk(name, minor=minor)
         bench.partition(name, MIB, 20 * MIB, minor=minor + 1)
@@ -136,7 +136,7 @@ def test_a_blank_disk_gets_its_first_proof(bench) -> None:
 
 @pytest.mark.covers("HOST-15", "I5")
 def test_what_the_operator_wrote_on_an_ordinary_machine_is_erased(bench) -> None:
-    """Between the samples of a signature scan, it is not seen."""
+    """It lies between the samples of a signature scan, which does not see it."""
     size, hidden = 1 << 30, (1 << 29) + 3 * MIB
     bench.disk(size=size)
     mode: dict[str, Any] = {"profile": "lab", "state": "present"}

@@ -197,7 +197,7 @@ def test_what_was_made_on_a_raw_disk_since_it_was_taken_is_not_wiped(bench) -> N
 
 @pytest.mark.covers("I7")
 def test_the_mark_of_a_dead_disk_gives_no_right_to_the_content_of_the_next(bench) -> None:
-    """The slot's disk was replaced. What is on the new one is no tenant's."""
+    """The slot's disk was replaced. The content of the new disk belongs to no tenant."""
     bench.disk()
     bench.write("nvme1n1", 512, b"EFI PART")
     _ledger.mark_dirty("slot-0", fence=3, disk_identity="eui.dead")
@@ -439,7 +439,7 @@ def test_an_array_that_the_host_made_of_a_tenants_disk_does_not_keep_it(
     bench, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     """A tenant wrote md and LVM on the disk, with names of the host; udev activated them. With
-    `shared` the array was joined by a disk of the host, and nobody but a person may stop it.
+    `shared` the array was joined by a disk of the host, and only a person may stop it.
     """
     bench.disk()
     bench.disk("nvme2n1", minor=7, eui="5e0000000000a001", serial="LABNVME1")

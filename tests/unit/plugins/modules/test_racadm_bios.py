@@ -95,7 +95,7 @@ def test_it_only_looks_unless_told_otherwise(idrac: Idrac) -> None:
 
 def test_only_the_approved_plan_is_carried_out(idrac: Idrac) -> None:
     plan = idrac.drive(state="planned", power_cycle=False).facts
-    # What the reconciler shows a person, and passes on.
+    # The reconciler shows this digest for approval, and passes it on.
     assert firmware.approvable(plan["differences"])["digest"] == plan["digest"]
     other = {**_bios.BARE, "LogicalProc": "Disabled"}
     assert idrac.refused(attributes=other, approved=plan["digest"]) == "plan_changed"

@@ -1,4 +1,4 @@
-"""The module that has the reconciler work, against a service that is no reconciler."""
+"""The module that queues a task of the reconciler, against a service that is no reconciler."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_giving_back_needs_no_boot(host: Path) -> None:
 
 
 def test_a_plan_that_hangs_holds_up_no_fence(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch waits for a dead disk. The releases of other slices can still shut late runs out."""
+    """A launch waits for a dead disk. Releases of other slices can still refuse late runs."""
     drive(SECOND)
     monkeypatch.setattr(_host, "LOCK_S", 0.1)
     with _pinning.locked():
@@ -171,7 +171,7 @@ def test_a_newer_fence_of_the_same_allocation_is_written_down(host: Path) -> Non
         (params_with(vcpus=3), "cpus_unavailable"),
         (params_with(memory_mib=2048), "memory_unavailable"),
         (params_with(memory_mib=2048, hugepages=True), "hugepages_unavailable"),
-        # It would be refused after the clone by the domain, which leaves a blocked slot.
+        # Otherwise the domain would refuse it after the clone, which leaves a blocked slot.
         (params_with(memory_mib=1000, hugepages=True), "spec_invalid"),
         (params_with(bridge="br0"), "bridge_missing"),
     ],
@@ -189,7 +189,7 @@ def defined(monkeypatch: pytest.MonkeyPatch, xml: str) -> None:
 
 
 def test_libvirt_is_asked_once_for_each_look(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virsh takes longer than all files that a look reads."""
+    """A call of virsh takes longer than reading all the files of a look."""
     looks: list[int] = []
     monkeypatch.delattr(_libvirt, "state")
     monkeypatch.setattr(_libvirt, "states", lambda: looks.append(1) or {})
@@ -349,9 +349,9 @@ VFS = ("0000:45:00.1", "0000:46:00.1", "0000:85:00.1")
 
 @pytest.fixture
 def two_nodes(host: Path, pci: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Three GPUs: two on NUMA node 0, one with its function below the same switch, one on node 1.
+    """Parameters of a slice with three GPUs: two on NUMA node 0, the third on node 1.
 
-    Every node has four cores of two threads. The parameters of a slice with all three.
+    One of the two shares a switch with its function. Every node has four cores of two threads.
     """
     disks = {disk.serial: disk for disk in (DISK, SPARE, THIRD)}
     monkeypatch.setattr(_block, "of_slot", lambda slot: disks[slot["nvme_serial"]])
@@ -435,7 +435,7 @@ def test_what_one_node_lacks_the_other_does_not_give(
     assert code(drive(two_nodes)) == "memory_unavailable"
     free[0] = 800
     assert code(drive(two_nodes)) == ""
-    # A second slice finds what the first was promised on each node.
+    # A second slice sees the first slice's reservation on each node.
     other = {**two_nodes, "allocation_id": TWO, "slots": two_nodes["slots"][2:]}
     other["requirements"] = {**requirements, "vcpus": 1, "memory_mib": 8600}
     assert "memory_unavailable" not in _codes(other), "400 of 9000 are promised"
@@ -608,7 +608,7 @@ def test_the_release_of_a_slot_ends_its_runs_of_power(host: Path) -> None:
 def test_the_memory_of_a_guest_that_runs_is_its_own_but_not_of_another_kind(
     host: Path, monkeypatch: pytest.MonkeyPatch, pages: bool, lacking: str
 ) -> None:
-    """Its profile may have changed. Its restart is refused before it stops."""
+    """If its profile has changed the kind of memory, its restart is refused before it stops."""
     drive(PARAMS)
     own = _object_names.domain_name(ONE)
     monkeypatch.setattr(_libvirt, "states", lambda: {own: _libvirt.State("running")})
@@ -622,7 +622,7 @@ def test_the_memory_of_a_guest_that_runs_is_its_own_but_not_of_another_kind(
 
 @pytest.mark.covers("I7", "I13")
 def test_no_clean_up_begins_on_what_another_allocation_holds(host: Path) -> None:
-    """The records are older than this host, and know only the tenant before its present one."""
+    """The records are older than the host's ledger, and contain only the earlier tenant."""
     assert drive({**PARAMS, "allocation_id": TWO}).changed
     _ledger.mark_dirty("slot-3", fence=7, disk_identity=DISK.disk_identity)
     for fence in (7, 8):
@@ -630,7 +630,7 @@ def test_no_clean_up_begins_on_what_another_allocation_holds(host: Path) -> None
         outcome = drive({**RELEASED, "state": "fenced", "slots": slots})
         assert (code(outcome), outcome.changed) == ("slot_leased", False)
         assert outcome.failure is not None and TWO in outcome.failure.found
-    # The one whose it is by name.
+    # Its holder, by allocation id.
     named = {**RELEASED, "allocation_id": TWO, "state": "fenced", "slots": slots}
     assert drive(named).done == ["raise_fence"]
 
@@ -639,7 +639,7 @@ def test_no_clean_up_begins_on_what_another_allocation_holds(host: Path) -> None
 def test_no_start_has_a_device_that_does_not_answer(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a restart of the host. The lease stays, and the device is named."""
+    """This can happen after a restart of the host. The lease stays, and the device is named."""
     drive(PARAMS)
     monkeypatch.setattr(_slots, "passthrough", PASSTHROUGH)
     (host / "sys/bus/pci/devices" / GPU / "config").write_bytes(b"\xff" * 64)

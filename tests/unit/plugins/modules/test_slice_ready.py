@@ -159,7 +159,7 @@ def test_a_probe_in_the_guest_decides_with_its_name_and_remedy(
 def test_the_probes_are_asked_while_ssh_is_waited_for(
     guest: Guest, inquiry: type[Inquiry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the guest's address on. What they say counts only of a guest that is reachable."""
+    """As soon as the guest has its address. Their results count only if the guest is reachable."""
     runtime = {"driver": "570-server", "probes": {"gpu_compute": 900}}
     sleeps: list[float] = []
     monkeypatch.setattr(module.time, "sleep", sleeps.append)
@@ -180,7 +180,7 @@ def test_the_probes_are_asked_while_ssh_is_waited_for(
 def test_a_guest_that_answers_does_not_shorten_the_pause(
     guest: Guest, inquiry: type[Inquiry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would have the host look at its SSH without an end."""
+    """Otherwise a guest could make the host probe its SSH without pause."""
     reads = itertools.count()
     sleeps: list[float] = []
     monkeypatch.setattr(module.time, "monotonic", lambda: next(reads) / 100)

@@ -1,4 +1,4 @@
-"""Scope of a comparison on a host with running tenants, and the node that it is for."""
+"""Scope of a comparison on a host with running tenants, and its node."""
 
 from __future__ import annotations
 

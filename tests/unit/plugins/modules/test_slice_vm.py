@@ -138,7 +138,7 @@ def test_a_restart_takes_the_new_definition_before_it_stops_the_guest(host: Host
         "running",
         1024,
     )
-    # One that is off is started.
+    # A stopped guest is started.
     drive({**PARAMS, "state": "stopped"})
     assert "stop_domain" not in drive(larger).done and host.life == Life("running")
 
@@ -220,7 +220,7 @@ def test_a_run_of_power_that_has_a_successor_does_nothing(host: Host) -> None:
 def test_a_run_of_power_does_no_further_step_once_its_successor_has_begun(
     host: Host, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """It hangs in libvirt, as while it waits for a guest to power off."""
+    """The run hangs in libvirt, for example while it waits for a guest's shutdown."""
     drive(PARAMS)
     host.acts.clear()
     host.stubborn = True
@@ -234,7 +234,7 @@ def test_a_run_of_power_does_no_further_step_once_its_successor_has_begun(
     monkeypatch.setattr(_libvirt, step, and_begin)
     late = drive({**RESTART, "power_fence": 4, "boot_id": None})
     assert late.failure.code == "stale_fence"
-    # A guest that it has just started is ended, because a stop may have seen it off.
+    # A guest that it has just started is destroyed, because a stop may have found it off.
     last = {"start_paused": "destroy"}.get(step, step)
     assert host.acts[-1] == last, "no power is taken from a guest that ran, and none resumed"
 
@@ -295,7 +295,7 @@ def test_a_fabric_function_that_is_missing_starts_no_domain(host: Host) -> None:
 def test_a_claim_that_ends_in_between_stops_the_next_part(
     host: Host, tree: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """Each part looks at the fence itself, as a module of its own would."""
+    """Each part checks the fence itself, as a separate module would."""
     (driven,) = (entry for entry in slice_vm.parts(PARAMS) if entry.name == part)
     drive_one = _change.drive
 
@@ -314,7 +314,7 @@ def test_a_claim_that_ends_in_between_stops_the_next_part(
 
 
 def test_a_handover_that_cannot_open_the_way_keeps_the_seed(host: Host, tree: Path) -> None:
-    """Its error is that of the way; a second handover does both."""
+    """It fails with the error of `open_way`; a second handover does both."""
     drive(PARAMS)
     params = {"allocation_id": ONE, "ip": IP, "slots": [{"slot_id": "slot-3", "fence": 6}]}
     parts = slice_handover.parts(params)

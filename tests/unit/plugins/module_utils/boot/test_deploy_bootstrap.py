@@ -48,7 +48,7 @@ def profile(name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the single-file program carries, from the repository."""
+    """Sources that the single-file program carries, from the repository."""
 
     def text(name: str) -> str:
         return json.dumps(yaml.safe_load((ROOT / name).read_text()))

@@ -168,7 +168,7 @@ KINDS = (
 def test_nothing_can_start_it_until_it_is_what_it_was(
     monkeypatch: pytest.MonkeyPatch, was: str
 ) -> None:
-    """Ubuntu's nvidia-persistenced is static and wanted by a udev rule: disabling has no effect."""
+    """Ubuntu's nvidia-persistenced is static and a udev rule starts it: disabling has no effect."""
     systemd = Systemd(monkeypatch, a=f"active/{was}")
     (before,) = systemd.states
     outcome = drive(services=["a.service"])

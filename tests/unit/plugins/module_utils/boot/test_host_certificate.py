@@ -87,7 +87,7 @@ def test_sshd_keeps_the_old_one_when_it_does_not_take_the_new(
 def test_a_certificate_that_a_killed_run_left_is_shown_by_sshd_in_the_end(
     trust: ca.Trust, old_certificate: str, script: Any
 ) -> None:
-    """sshd would go on with the old one until its end, which locks everybody out."""
+    """sshd would present the old certificate until it expires, and then clients refuse the host."""
     new = renewed(trust)
     with pytest.raises(AssertionError):  # CHECK is not scripted yet: the run ends there.
         drive(new)
@@ -119,7 +119,7 @@ def test_only_this_hosts_own_certificate_is_taken(
 def test_a_renewal_neither_shortens_the_validity_nor_changes_the_authority(
     trust: ca.Trust, old_certificate: str, script: Any, tmp_path: Path
 ) -> None:
-    """Such as the variables of an earlier run: every client would refuse the host."""
+    """Variables of an earlier run could do both; then every client would refuse the host."""
     new, other = renewed(trust), ca.open_trust(tmp_path / "other")
     script.on(*CHECK).on(*RELOAD)
     assert drive(new).failure is None

@@ -44,7 +44,7 @@ def install(*names: str) -> tuple[str, ...]:
 
 
 def test_this_machines_own_packages_need_no_apt() -> None:
-    """The real dpkg-query."""
+    """By the real dpkg-query."""
     outcome = drive("bash", "coreutils")
     assert (outcome.failure, outcome.plan.steps) == (None, ())
 
@@ -184,7 +184,7 @@ def scratch(tmp_path: Path) -> list[str]:
 def test_apt_itself_says_what_it_has(
     scratch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real apt-cache; its packages are the installed packages."""
+    """By the real apt-cache; its packages are the installed packages."""
     row = "Package: there\nStatus: install ok {0}\nVersion: 1\nArchitecture: all\n"
     status = tmp_path / "dpkg/status"
     status.write_text(row.format("installed"))

@@ -19,7 +19,7 @@ from tests.deployed_machine import ALONE, NEEDS_ROOT
 
 ROOT = Path(__file__).resolve().parents[5]
 MODULES = Path("c/ansible_collections/gpuaas/slice/plugins/module_utils")
-# Played inside: installs what bootstrap needs, and prints the steps of a first and a second run.
+# Played inside: installs bootstrap's packages, and prints the steps of a first and a second run.
 STORY = """
 import json, sys
 sys.path.insert(0, "/c")

@@ -331,7 +331,7 @@ def test_on_a_record_that_cannot_be_read_nothing_is_done(
 def test_a_record_that_cannot_be_read_is_no_bar_to_who_wants_nothing_of_it(
     kernel: Kernel, tree: Path, text: str, word: dict[str, Any]
 ) -> None:
-    """Otherwise the way back would stop half-way, on a host that has left slice mode already."""
+    """Otherwise the way back would fail half-way, on a host that has already left slice mode."""
     drive(opted_in=[_tuning_profiles.NETWORK])
     _host.write(_host_tuning.OPTED_IN, text)
     assert drive(**word).failure is None

@@ -114,7 +114,7 @@ def test_configures_then_needs_a_reboot_then_nothing(machine: Machine) -> None:
 def test_a_foreign_entry_of_the_boot_menu_is_no_failure(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another system that os-prober has found, or of the site: update-grub cannot change it."""
+    """An entry of the site, or of a system found by os-prober: update-grub cannot change it."""
     foreign = (
         "menuentry 'Rescue' {\n\tlinux /rescue/vmlinuz-5.4 root=/dev/sdz1 ro\n}\n"
         "menuentry 'Debian (on /dev/sdb2)' {\n\tlinux /boot/vmlinuz-6.1 root=/dev/sdb2\n}\n"

@@ -160,7 +160,7 @@ def test_a_later_file_of_the_site_that_forgets_ours_is_no_success(epyc: Epyc) ->
 
 def test_arguments_for_amd_are_not_for_intel(epyc: Epyc) -> None:
     assert _kernel_arguments.fitted(ARGUMENTS) == ["amd_iommu=on", "iommu=pt"]
-    # Also with its CPUs: a virtual machine.
+    # Also on AMD CPUs, in a virtual machine with Intel's IOMMU.
     epyc.write("sys/firmware/acpi/tables/DMAR", "")
     assert _kernel_arguments.fitted(ARGUMENTS) == INTELS
 

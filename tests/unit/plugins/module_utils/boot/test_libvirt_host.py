@@ -88,7 +88,7 @@ def test_libvirt_becomes_what_it_was(
         stopped = systemctl_show("inactive/disabled", "inactive/disabled")
         script.answers[SHOW] = []
         script.on(*SHOW, out=running).on(*SHOW, out=stopped)
-    # The next tenant of the whole machine is root, and QEMU's words were those of guests.
+    # The next tenant of the whole machine is root, and these logs contain output of guests.
     log = f"/var/log/libvirt/qemu/{_object_names.PREFIX}{'0' * 32}.log"
     for path in (log, f"{log}.0", "/var/log/libvirt/qemu/of-the-site.log"):
         _host.write(path, "x")

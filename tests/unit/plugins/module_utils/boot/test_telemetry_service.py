@@ -44,7 +44,7 @@ def test_installed_once_and_taken_back(
     run = script.run
 
     def act(argv: list[str], **options: Any) -> Any:
-        """What the programs do to the host, beside their answers."""
+        """Effects of the programs on the host, beside their answers."""
         if argv[0] == "useradd":
             passwd.append(f"{NAME}:x:998:998::/nonexistent:/bin/sh")
         elif argv[0] == "userdel":
@@ -73,7 +73,7 @@ def test_installed_once_and_taken_back(
     assert drive() == ["add_account", "write_file", "install_service", "start_service"]
     assert drive() == []
     assert _boot_files.edited(UNIT) == []
-    # A shell of its own would make the account more than its one command.
+    # With a login shell, the account could run more than its forced command.
     line = _host.read(_telemetry_service.PRINCIPALS) or ""
     assert line.startswith("restrict,command=") and line.endswith(NAME)
     _host.write(_telemetry_service.PRINCIPALS, f"{NAME}\n")
@@ -88,7 +88,7 @@ def test_installed_once_and_taken_back(
 
 @pytest.mark.parametrize(("age_s", "printed"), [(30, "{}"), (300, ""), (-300, ""), (-4e8, "")])
 def test_only_a_recent_snapshot_is_printed(tmp_path: Path, age_s: float, printed: str) -> None:
-    """A time in the future is one from before a change of the clock, of a service that stopped."""
+    """A future time is left by a service that stopped before the clock was set back."""
     snapshot = tmp_path / "snapshot.json"
     snapshot.write_text("{}")
     os.utime(snapshot, (time.time() - age_s,) * 2)

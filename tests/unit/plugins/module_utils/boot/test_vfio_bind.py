@@ -370,7 +370,7 @@ def test_a_card_that_goes_back_finds_its_driver_again(pci: Any, script: Any, tre
 def test_early_at_boot_nothing_is_said_about_what_is_not_the_slices(
     pci: Any, tree: Path, why: str
 ) -> None:
-    """A device with a driver is left to the binding, which checks its users."""
+    """A device that has a driver is left to the binding, which checks its users."""
     id_ = "10de:20b5" if why == "another" else "10de:2335"
     pci.add(GPU, id_, group=7, driver="nouveau" if why == "driven" else "")
     remember(GPU)

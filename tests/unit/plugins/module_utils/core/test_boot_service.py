@@ -76,7 +76,7 @@ def test_an_installed_service_plans_nothing(tree: Path, script: Any) -> None:
 
 
 def test_a_unit_that_systemd_has_not_read_again_is_installed(tree: Path, script: Any) -> None:
-    """A run was killed after it had written the unit: its next start would be the former one's."""
+    """A run was killed after it had written the unit: systemd would still start the former unit."""
     shown = block("active", "enabled", "@9999999999")
     script.on(*SHOW, UNIT.service, out=f"{shown}NeedDaemonReload=yes\n")
     script.on(*SHOW, UNIT.service, out=f"{shown}NeedDaemonReload=no\n")
@@ -351,7 +351,7 @@ def test_systemd_is_told_before_what_is_optional_is_waited_for(
         )
         with pytest.raises(BlockingIOError):
             systemd.recv(99)
-        # A guardian tells systemd for as long as it lives, the programs that it starts do not.
+        # A guardian notifies systemd for as long as it lives; programs that it starts do not.
         assert "NOTIFY_SOCKET" not in os.environ
         _boot_service.notify("WATCHDOG=1")
         assert systemd.recv(99) == b"WATCHDOG=1"
@@ -417,7 +417,7 @@ class Followed:
 def test_nothing_fails_a_unit_that_is_up(
     tree: Path, capsys: pytest.CaptureFixture[str], befalls: Exception, message: str
 ) -> None:
-    """Parity would read the failed unit as a host whose guests have no network."""
+    """Parity would take a failed unit for a host whose guests have no network."""
     followed = Followed(befalls=befalls)
     assert followed.boot() == 0
     assert followed.acts == ([] if message else ["address_link"])

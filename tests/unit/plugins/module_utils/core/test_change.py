@@ -85,7 +85,7 @@ def test_a_hard_step_without_effect_still_fails() -> None:
 
 @pytest.mark.parametrize("problem", [Refusal("gone", expected="", found="", remedy=""), OSError()])
 def test_what_was_done_is_said_also_if_the_second_read_fails(problem: Exception) -> None:
-    """And nothing that the first one has read, which is over."""
+    """The result has the done steps, but no values of the first read, which are out of date."""
     host, module = Host(), Module()
     subject, looks = host.subject(), []
 

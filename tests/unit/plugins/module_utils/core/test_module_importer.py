@@ -23,7 +23,7 @@ SOURCES = {
     "pack/util.py": "ANSWER = {answer}\n\n\ndef fail():\n    raise ValueError(ANSWER)\n",
     "pack/module.py": "from . import util\n\nprint(__name__, util.ANSWER)\n",
 }
-# Prints the files that are compiled, what the module printed, and a traceback.
+# Prints the compiled files, the module's output, and a traceback.
 RUN = """
 import contextlib, io, json, os, runpy, sys, traceback
 compiled = []
@@ -99,7 +99,7 @@ def site(tree: Path) -> Site:
 def test_a_source_is_compiled_once(site: Site) -> None:
     assert site.run() == sorted(SOURCES)
     assert site.run() == []
-    # Another source of the same name is another code.
+    # A changed source of the same name is compiled anew.
     assert site.run(answer=43) == ["pack/util.py"]
     assert site.run() == []
 

@@ -105,7 +105,7 @@ def test_a_device_that_never_answers_is_given_up(
     assert _pci.answers(GPU)
     config = tree / "sys/devices/pci0000:00" / GPU / "config"
     config.unlink()
-    # Nobody writes, so the read waits, as one does while the kernel resets the device.
+    # The FIFO has no writer, so the read blocks as it does while the kernel resets the device.
     os.mkfifo(config)
     assert given_up()
     config.unlink()

@@ -62,7 +62,7 @@ def opened_block_devices() -> Iterator[list[str]]:
 
 
 def refused(disk: _block.Disk) -> Refusal:
-    """Without the time in which others, as udev on this machine, may look at a disk."""
+    """Refusal with a shorter wait for other users of the disk, such as udev on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_block, "_PATIENCE_S", 0.3)
         with pytest.raises(Refusal) as caught, _block.exclusive(disk):

@@ -1,4 +1,4 @@
-"""NVMe disks by their identity: spelling, links that lie, and what is no whole namespace."""
+"""NVMe disks by their identity: spelling, wrong links, and devices that are no whole namespace."""
 
 from __future__ import annotations
 

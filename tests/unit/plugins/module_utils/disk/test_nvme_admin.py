@@ -1,4 +1,4 @@
-"""NVMe admin commands: Identify, and a Format that reaches one namespace only."""
+"""NVMe admin commands: Identify, and a Format that reaches a single namespace."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_wipe_that_cannot_be_proven_fails(bench) -> None:
 
 
 # Recorded by the structures of the specifications; not run on hardware. A reservation of type 1
-# (write exclusive) with one registered host.
+# (write exclusive) with a single registered host.
 RESERVED = bytes.fromhex("0500000001010000000000000000000000000000000000000100010000000000")
 RESERVED += bytes.fromhex("aabbccddeeff0011") + bytes.fromhex("0000000000000abc")
 # Level 0 discovery: header, TPer (0001), Locking (0002) with its flags, Opal 2 (0203).

@@ -137,7 +137,7 @@ def slice_mode(state: str = "present", profile: str = "lab") -> _change.Outcome:
 
 @pytest.mark.covers("HOST-15", "I5")
 def test_no_proof_outlives_the_hosts_time_as_an_ordinary_machine(tree: Path) -> None:
-    """Its operator may have used any disk meanwhile, and the ledger does not have that."""
+    """Its operator may have used any disk meanwhile, and the ledger has no record of it."""
     assert slice_mode().done == ["write_file"]
     _proof.record(DISK, proof(_host.now()), manifest="/var/log/gpuaas/taken.txt")
     _ledger.mark_clean("slot-1", fence=1, disk_identity=OTHER, proof=proof("9") | {"disk": OTHER})

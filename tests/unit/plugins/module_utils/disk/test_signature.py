@@ -104,7 +104,7 @@ def test_ends_are_found_on_a_disk_of_any_size(image: Path, odd: int) -> None:
 
 
 def test_a_member_tells_more_than_what_is_mirrored_on_it(image: Path) -> None:
-    """A mirror with its record at the end begins with the filesystem of the volume."""
+    """A mirror with its superblock at the end begins with the filesystem of the volume."""
     write_magic(image, 0, b"XFSB")
     write_magic(image, 512, b"EFI PART")
     write_magic(image, SIZE - 1024, b"Intel Raid ISM Cfg Sig. 1.3.00")

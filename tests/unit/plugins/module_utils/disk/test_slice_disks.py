@@ -52,7 +52,7 @@ def test_the_files_are_written_once_and_taken_back(host: Path) -> None:
 
 
 def test_a_disk_with_a_tenants_bytes_stays_left_alone_without_its_slot(host: Path) -> None:
-    """As of a slot that was written off because its GPU died."""
+    """This is the disk of a slot that was written off because its GPU died."""
     drive(SLOTS)
     _ledger.hold("slot-2", fence=3, allocation_id="a", disk_identity="eui.5e0000000000a001")
     _ledger.mark_dirty("slot-2", fence=3, disk_identity="eui.5e0000000000a001")
@@ -111,8 +111,8 @@ UDEVADM = shutil.which("udevadm", path=f"{sys.prefix}/udev/bin:{sys.prefix}/udev
 class Udev:
     """The real udev with its own rules, which evaluates a loop device that has a disk's name.
 
-    A later rule adds a name, and another does as bcache's: it looks for itself on a disk on which
-    nothing was recognised.
+    A later rule adds a name and, as bcache's rule does, runs a program of its own on a disk without
+    a recognised signature.
     """
 
     def __init__(self, folder: Path, program: Path, device: str) -> None:
@@ -149,7 +149,7 @@ def disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 @pytest.mark.skipif(not UDEVADM, reason="needs udev, unpacked by `scripts/setup --tests`")
 def test_udev_makes_nothing_of_a_tenants_disk(disk: tuple[Path, str], tmp_path: Path) -> None:
-    """A copy of the host's EFI partition, a physical volume, a disk only bcache would recognise."""
+    """With a copy of the host's EFI partition, a physical volume, a disk for bcache's rule only."""
     file, device = disk
     udev = Udev(tmp_path / "udev", Path(UDEVADM or ""), device)
     assert "/bin/register" in udev.of(LINK)
@@ -287,8 +287,8 @@ MDADM = shutil.which("mdadm", path=f"{sys.prefix}/mdadm/sbin:{os.environ['PATH']
 def test_the_real_mdadm_leaves_a_tenants_array_alone(
     disk: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """`mdadm --assemble --scan`, as the initramfs runs it. A machine without the driver of md shows
-    what it would have assembled.
+    """`mdadm --assemble --scan`, as the initramfs runs it. A machine without the driver of md
+    reports the attempted assembly.
     """
     _file, device = disk
     Path(device).write_bytes(bytes(4096) + superblock() + bytes(4096))
@@ -317,7 +317,7 @@ UUID = "00010203:04050607:08090a0b:0c0d0e0f"
 
 
 def superblock() -> bytes:
-    """Of md 1.2, of one disk of a mirror."""
+    """Superblock of md 1.2 of one disk of a mirror."""
     block = bytearray(260)
     struct.pack_into("<II8x16s", block, 0, 0xA92B4EFC, 1, bytes(range(16)))
     struct.pack_into("<32sQIIQII", block, 32, b"tenant:t", 0, 1, 0, 1 << 16, 0, 2)

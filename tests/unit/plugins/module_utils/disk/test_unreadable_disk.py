@@ -139,4 +139,4 @@ def test_types_and_marks_come_from_one_look(bench, monkeypatch: pytest.MonkeyPat
     device = _takeover.observe("nvme1n1")
     assert device.used.filesystems == {"nvme1n1": "xfs"}
     assert device.signatures == tuple(_content.described(_block.resolve("nvme1n1")))
-    assert looks == ["nvme1n1", "nvme1n1"], "one by the plan, one by this comparison"
+    assert looks == ["nvme1n1", "nvme1n1"], "once by the plan, once by this comparison"

@@ -202,7 +202,7 @@ def test_a_sites_own_functions_of_infiniband_are_again_who_they_were(infiniband:
 
 
 def test_functions_of_which_a_record_says_nothing_are_nobody(infiniband: Host) -> None:
-    """Functions of an earlier version: none may keep an identity of the product."""
+    """The site's functions, recorded by an earlier version: they may keep no identity of ours."""
     infiniband.has(2)
     done(4, link="infiniband")
     _host.write(RECORD, json.dumps({PF: {"count": 2, "autoprobe": True}}))

@@ -1,4 +1,4 @@
-"""Frames that a guest with root can send, and the list of attacks with who may see each of them."""
+"""Frames that a guest with root can send, and the list of attacks with the permitted receivers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def dhcp(
 
 @dataclass(frozen=True)
 class Sender:
-    """Frames of one guest, each with the guest's own addresses unless others are given."""
+    """Frames of a guest, each with the guest's own addresses unless others are given."""
 
     guest: rig.Guest
 
@@ -173,7 +173,7 @@ class Sender:
         return build
 
     def error(self, target: str, of: str) -> Build:
-        """ICMP's word that a packet from another address to the public server was too large."""
+        """An ICMP error that a packet from another address to the public server was too large."""
         nic = self.guest.guard
 
         def build(gateway: str, token: bytes) -> bytes:
@@ -247,7 +247,7 @@ _ROUTE = bytes([131, 7, 4]) + ip(rig.BMC) + b"\0"
 
 
 def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
-    """The attacks of one guest, most of them against another guest, and of outsiders against it."""
+    """The attacks of a guest, most of them against another guest, and of outsiders against it."""
     nic, other, send = attacker.guard, victim.guard, Sender(attacker)
     me, neighbour = (nic.mac, nic.ip), (other.mac, other.ip)
 
@@ -408,7 +408,7 @@ def attacks(attacker: rig.Guest, victim: rig.Guest) -> tuple[Attack, ...]:
             "broadcast in the management network", send.datagram("10.20.0.255"), kind="host_address"
         ),
         Attack("reach the host's loopback", send.datagram("127.0.0.1"), kind="private_network"),
-        # The two parts of a packet, which the host would put together, and one that stays alone.
+        # The two parts of a packet, which the host would reassemble, and a part that stays alone.
         Attack(
             "send the beginning of a packet",
             send.fragment(rig.WORLD, 0, more=True),

@@ -1,9 +1,9 @@
 """Slice host without VMs: real ovs-vswitchd, nft and dnsmasq, guests as network namespaces.
 
 The switch runs in user space in a namespace of its own, so this machine's network stays as it is. A
-guest is one end of a veth pair, whose other end is the guarded port. The port's end drops what its
-own kernel would answer past the switch. Beside the host there are a public network with a server,
-and a management network with a BMC.
+guest is an end of a veth pair, whose other end is the guarded port. The port's end drops answers of
+its own kernel, which would bypass the switch. Beside the host there are a public network with a
+server, and a management network with a BMC.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Rig:
         return self.numbers[guest.place]
 
     def start_switch(self) -> None:
-        """Start ovs-vswitchd and wait until it has made the bridge, if there is one."""
+        """Start ovs-vswitchd and wait until it has made the configured bridge, if any."""
         self.switch = self._daemon(
             "ovs-vswitchd",
             f"unix:{self.folder}/db.sock",
@@ -149,7 +149,7 @@ class Rig:
         _quiet(self.host, "ovsbr0")
 
     def read_kernel(self) -> None:
-        """Copy what the product reads of the host's kernel into its root."""
+        """Copy the host's kernel files that the product reads into its root."""
         for path in ("/proc/net/fib_trie", "/proc/net/route", "/proc/sys/net/ipv4/ip_forward"):
             _host.path(path).parent.mkdir(parents=True, exist_ok=True)
             with inside(self.host):
@@ -171,7 +171,7 @@ class Rig:
                   "add-port", "ovsbr0", guest.guard.port])  # fmt: skip
 
     def admit(self, guest: Guest) -> None:
-        """What slice_vm does before it lets a guest run."""
+        """Admit a guest as slice_vm does before it starts."""
         _guards.save(guest.guard)
         _guards.apply(NETWORK, _guards._change.Step("load_firewall", "", None, None))
         _port_filter.install(guest.guard)
@@ -183,7 +183,7 @@ class Rig:
         _flows.install(guest.guard, self.number(guest), _flows.local_addresses(), rule)
 
     def start_dhcp(self, *options: str) -> None:
-        """Start dnsmasq, which knows no other server without an option."""
+        """Start dnsmasq, which has no upstream server without an option."""
         folder = _host.path(_baseline_files.RESERVATIONS)
         folder.mkdir(parents=True, exist_ok=True)
         for guest in (A, B):
@@ -218,7 +218,7 @@ class Rig:
         return self.folder / "dnsmasq.leases"
 
     def report(self) -> str:
-        """What the machines hold and have counted, to explain a connection that does not come."""
+        """Flows, rules, addresses and counters of the machines, to explain a failed connection."""
         processes = filter(None, (self.dhcp, self.switch, self.database))
         seen = [f"{process.args!r} ended: {process.poll()}" for process in processes]
         for place, used, *words in (

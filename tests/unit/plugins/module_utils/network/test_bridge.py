@@ -62,7 +62,7 @@ class Network:
 
     @property
     def rules(self) -> list[str]:
-        """Of NAT."""
+        """Rules of NAT."""
         return self.switch.nat
 
     def write(self, path: str, text: str) -> None:
@@ -144,7 +144,7 @@ def test_builds_the_network_once(network: Network) -> None:
         (lambda n: n.write(f"{NEIGHBOURS}3", "1024"), ["enlarge_neighbours"]),
         (lambda n: n.addresses.clear(), ["address_interface"]),
         (lambda n: n.interface("ovsbr0", "0x1002"), ["address_interface"]),
-        # An open bridge has a flow of its own, which forwards everything.
+        # A bridge that fails open has a flow of its own, which forwards everything.
         (lambda n: n.run(OPEN), ["secure_bridge", "remove_flows", "guard_bridge"]),
         (lambda n: n.switch.flows["ovsbr0"].pop(), ["guard_bridge"]),
         (lambda n: n.switch.flows["ovsbr0"].append(STRANGER), ["remove_flows"]),
@@ -159,7 +159,7 @@ def test_repairs_one_thing_that_drifted(network: Network, damage: Any, repair: l
 
 
 def test_the_table_of_neighbours_has_room_for_large_networks(network: Network) -> None:
-    """Linux's own sizes, of which one guest can fill the last."""
+    """A single guest could fill a table of Linux's default size."""
     for number, size in enumerate((128, 512, 1024), start=1):
         network.write(f"{NEIGHBOURS}{number}", str(size))
     assert drive().done.count("enlarge_neighbours") == 3
@@ -183,7 +183,7 @@ def test_the_guard_of_a_slice_is_part_of_the_network(network: Network) -> None:
     network.switch.bridges["ovsbr0"][GUARD.port] = 7
     assert drive().done == ["guard_port"]
     assert _flows.installed("ovsbr0", GUARD.cookie) == _flows.rules(GUARD, 7, [])
-    # Without its file the flows are nobody's.
+    # Without its file the flows have no owner, and are removed.
     _guards.forget(ALLOCATION)
     assert drive().done == ["remove_flows", "load_firewall"]
     assert _flows.installed("ovsbr0", GUARD.cookie) == frozenset()
@@ -295,7 +295,7 @@ DOCKERS = "-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE"
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        # As an earlier release left it, and a script of the site that has added it once more.
+        # The rule of an earlier release, and its copy by a script of the site.
         ([RULES[-1]], RULES),
         ([DOCKERS, RULES[-1], OTHERS, RULES[-1]], [DOCKERS, *RULES, OTHERS]),
         # The site's own translation, and the same as ours without a range of ports.
@@ -547,7 +547,7 @@ def test_the_watch_loads_the_firewall_again_within_five_rounds(
 def test_the_watch_brings_back_the_way_out_within_five_rounds(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NAT flushed, forwarding off, the bridge's address gone, dnsmasq stopped: nobody looks."""
+    """NAT flushed, forwarding off, the bridge's address gone, dnsmasq stopped, all unnoticed."""
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
 
     def lose_all() -> None:
@@ -605,7 +605,7 @@ def test_a_port_whose_guard_fails_keeps_no_other_from_its_repair(
 def test_what_was_restored_before_a_step_failed_is_said(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bridge was open, and the next round finds nothing of it."""
+    """The open bridge is mended by then, so the next round cannot report it."""
     _host.write(SETTINGS, json.dumps({**PARAMS, "tmfifo": False}))
     real = network.switch.answer
 

@@ -1,6 +1,6 @@
 """Port guard: its flows in the switch, and the parsing of the switch's output.
 
-What the rules pass and drop is shown with packets in test_isolation.py.
+The effect of the rules is shown with packets in test_isolation.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> FakeSwitch:
 
 
 def test_the_kernel_sees_both_ways_of_a_guests_connections() -> None:
-    """The switch of the rig, in user space, also passes TCP of which it sees one way only."""
+    """The rig's switch, in user space, cannot show this: it passes TCP seen one way only."""
     dhcp = "tp_src=67"
     answers = [
         flow

@@ -131,8 +131,8 @@ def test_parity_names_every_difference(rig: Rig) -> None:
             words.insert(1, f"--db=unix:{rig.folder}/db.sock")
         rig.run(words)
         done = [each.split()[0] for each in rig.restore()]
-        # Nothing else, so what an earlier round had left would show here. A change of the fail
-        # mode takes the flows of the bridge and of the ports with it.
+        # No other step, so leftovers of an earlier round would show here. A change of the fail
+        # mode removes the flows of the bridge and of the ports, too.
         more = ["remove_flows", "guard_bridge"] if name == "fail mode" else []
         assert done == [step, *more], (name, done)
     assert rig.restore() == []
@@ -189,7 +189,7 @@ def test_one_start_of_nft_prints_all_tables(rig: Rig, monkeypatch: pytest.Monkey
 
 
 def lose_flows(rig: Rig) -> None:
-    """As a switch that has just started."""
+    """Remove flows, as in a switch that has just started."""
     rig.run(["ovs-ofctl", "del-flows", "ovsbr0"])
 
 
@@ -296,7 +296,7 @@ def test_a_port_that_fails_keeps_no_flow_that_its_guard_does_not_have(
 def test_a_program_that_hangs_is_waited_for_once_and_not_for_each_port(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, hanging: str
 ) -> None:
-    """Otherwise the guardian's watchdog ends it, and the other runs wait for its lock meanwhile."""
+    """More waits would trip the guardian's watchdog, and other runs wait for its lock meanwhile."""
     real, waits = _command.run, []
 
     def run(argv: Any, **options: Any) -> Any:
@@ -386,7 +386,7 @@ def test_a_neighbour_whose_guard_fails_keeps_no_domain_from_its_start(
 
 @pytest.mark.covers("I17")
 def test_a_domain_starts_without_the_connections_of_one_before(rig: Rig) -> None:
-    """The number of its port and its address may have been another's."""
+    """An earlier guest may have had its port number and its address."""
     opened = Attack("A", frames.datagram(rigs.WORLD, sport=23456), frozenset({"host", "world"}))
     assert violations(rig, (opened,)) == []
     zone = f"zone={rig.number(A)}"
@@ -436,7 +436,7 @@ def test_a_domain_does_not_start_without_its_guard(
 
 
 def test_a_guard_that_an_earlier_slice_left_stands_in_nobodys_way(rig: Rig) -> None:
-    """The next slice of the slot has the same addresses, and the firewall a key for each."""
+    """The next slice of the slot has the same addresses, which are keys of the firewall's sets."""
     old = replace(A.guard, allocation_id=str(uuid.uuid4()))
     _guards.save(old)
     try:

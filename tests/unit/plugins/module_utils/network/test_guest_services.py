@@ -1,4 +1,4 @@
-"""DHCP and DNS of guests: a real dnsmasq, which one guest leaves to the others."""
+"""DHCP and DNS of guests: a real dnsmasq, which no guest can use up alone."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_guest_that_asks_for_every_address_starves_nobody(rig: Rig) -> None:
 
 @pytest.mark.covers("P10")
 def test_a_guest_leaves_the_dhcp_server_to_its_neighbour(rig: Rig) -> None:
-    """Its own messages, too, are a part of what one process answers for all guests."""
+    """A single process answers all guests, so each guest's valid messages are limited as well."""
     log, mine = rig.folder / "dnsmasq.out", f"DHCPDISCOVER(ovsbr0) {A.guard.mac}"
     served, cut = log.read_text().count(mine), refused(rig)["packet_rate"]
     began = time.monotonic()
@@ -124,7 +124,7 @@ def test_a_guest_leaves_the_dhcp_server_to_its_neighbour(rig: Rig) -> None:
 
 
 def _asked_until_answered(client: socket.socket, message: bytes) -> tuple[bytes, Any]:
-    """The answer and its sender. Earlier messages may have used up the guest's part."""
+    """The answer and its sender. Earlier messages may have used up the guest's limit."""
     for _try in range(30):
         client.sendto(message, ("255.255.255.255", 67))
         with contextlib.suppress(TimeoutError):
@@ -134,7 +134,7 @@ def _asked_until_answered(client: socket.socket, message: bytes) -> tuple[bytes,
 
 @pytest.mark.covers("P5", "P9")
 def test_a_guest_that_asks_for_a_broadcast_gets_its_answer_alone(rig: Rig) -> None:
-    """Its client has no address yet, and an ordinary socket: only a broadcast reaches it."""
+    """Its client has no address yet and an ordinary socket, so only a broadcast reaches it."""
     place = rig.place(A.place)
     rig.run(["ip", "address", "flush", "dev", "eth0"], place=place)
     try:
@@ -339,7 +339,7 @@ def test_a_guest_leaves_the_name_server_to_its_neighbour(rig: Rig) -> None:
 
 
 def test_a_guest_cannot_make_a_process_of_the_host_for_each_packet(rig: Rig) -> None:
-    """The name server makes one for each connection, however short."""
+    """The name server makes a process for each connection, however short."""
     opened, began = 0, time.monotonic()
     for _ in range(60):
         with rigs.inside(rig.place(A.place)), socket.socket() as handle:

@@ -51,9 +51,9 @@ def entries(rig: Rig, guest: rigs.Guest = A) -> int:
 def send(
     rig: Rig, number: int, *, guest: rigs.Guest = A, first: int = 10000, last: int = 0
 ) -> None:
-    """A new connection of the guest by each datagram, and at once a datagram of the last one.
+    """Open connections of the guest, a datagram each, directly followed by one from port `last`.
 
-    Until the host has seen them: it answers a question that the guest asks behind them.
+    Returns when the host answers a later ARP request: by then it has received all datagrams.
     """
     gateway, guard = rigs.hardware_address(rig.host, "ovsbr0"), guest.guard
     nobody = "00:00:00:00:00:00"
@@ -167,7 +167,7 @@ def test_ended_connections_make_room(rig: Rig) -> None:
     _host_connections.forget(A.guard.ip)
     _flows.forget_connections(rig.number(A))
     assert (entries(rig), refused(rig, A)) == (0, 0)
-    # The kernel forgets a few of the ended ones with each new one.
+    # With each new connection the kernel forgets a few ended connections.
     for turn in range(40):
         send(rig, 1, first=13000 + turn)
         if entries(rig) > 5:

@@ -53,7 +53,7 @@ def test_a_file_that_is_not_valid_opens_nothing(tree: Path, text: str) -> None:
 
 
 def test_a_removed_rule_is_remembered_until_no_run_can_add_it(tree: Path) -> None:
-    """Not for all its life: the guardian reads the file every few seconds."""
+    """At most for MEMORY_S: rules last for months, and the guardian reads the file often."""
     now = int(time.time())
     rule = _ingress.check({**FIELDS, "expires_at": now + 600})
     long = _ingress.check({**FIELDS, "id": ONE.replace("2", "3")})

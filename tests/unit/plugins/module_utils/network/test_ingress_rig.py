@@ -305,8 +305,8 @@ def test_every_address_is_a_source_too(rig: Rig, service: socket.socket) -> None
 
 
 def test_a_broken_file_opens_nothing_until_the_release(rig: Rig, service: socket.socket) -> None:
-    """Which rules were removed is unknown, so a late run of a removed one must add nothing. A rule
-    that is in the file is not removed: it comes back with the file.
+    """The removed rules are unknown, so a late run must not add a rule that may be removed. A rule
+    in the file is not removed: it comes back with the file.
     """
     removed, live = new_rule(public_port=PORT + 1), new_rule(public_port=PORT + 2)
     drive({**ABSENT, "rule": removed})

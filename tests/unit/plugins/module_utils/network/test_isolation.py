@@ -94,7 +94,7 @@ def test_each_refused_frame_is_counted_by_its_kind(rig: Rig) -> None:
 
 @pytest.mark.covers("P9")
 def test_a_filter_before_the_switch_leaves_it_one_address_of_each_guest(rig: Rig) -> None:
-    """A bridge of the kernel takes frames where the switch's kernel part does, and learns."""
+    """Shown with a kernel bridge, which takes frames where the switch does and learns addresses."""
     guest = rigs.Guest("rig-a", replace(A.guard, allocation_id=str(uuid.uuid4())))
     port, place = guest.guard.port, rig.place("rig-a")
     rig.run(["ip", "link", "add", "learns", "up", "type", "bridge"])
@@ -102,7 +102,7 @@ def test_a_filter_before_the_switch_leaves_it_one_address_of_each_guest(rig: Rig
     rig.run(["ip", "link", "set", port, "up", "master", "learns"])
     rig.run(["ip", "link", "set", "more", "up"], place=place)
     mine = guest.guard.mac
-    # A bridge may look into packets, and drops those that are none.
+    # A bridge may inspect packets, and drops invalid packets.
     body = frames.udp(guest.guard.ip, rigs.WORLD, 1, 5000, b"")
     packet = frames.ipv4(guest.guard.ip, rigs.WORLD, 17, body)
 
@@ -331,7 +331,7 @@ _KINDS = {socket.IPPROTO_TCP: socket.SOCK_STREAM, socket.IPPROTO_UDP: socket.SOC
 
 @pytest.mark.covers("P9")
 def test_a_guest_cannot_take_the_hosts_clients_away(rig: Rig) -> None:
-    """As of a controller behind a firewall, which answers nothing that it did not ask for."""
+    """A client could be a controller behind a firewall that drops unrequested packets."""
     world, send = rig.place("world"), frames.Sender(A)
     silent = "table ip silent {\nchain input {\ntype filter hook input priority 0; policy accept;\n"
     silent += "tcp flags & (syn | ack) == syn drop\nudp dport 20000-20099 drop\n}\n}\n"
@@ -438,7 +438,7 @@ def test_behind_an_open_guard_the_firewall_holds_alone(
 def test_a_mutant_that_keeps_the_host_from_its_guest_is_seen(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readiness and the gateway need this way, and the table of attacks does not go it."""
+    """Readiness and the gateway need connections to guests, which the table of attacks lacks."""
     real, mutant = _flows.rules, _drop(lambda f: (f.table, f.priority) == (_flows.TO_GUEST, 90))
     monkeypatch.setattr(_flows, "rules", lambda *words: mutant(real(*words)))
     try:
@@ -476,7 +476,7 @@ def test_nothing_passes_during_and_after_a_crash_of_the_switch(rig: Rig) -> None
 
 
 def test_packets_to_many_places_are_few_flows_of_the_switch(rig: Rig) -> None:
-    """Each flow is made by the switch's one daemon, for which all guests wait."""
+    """Each flow is made by the switch's single daemon, for which all guests wait."""
     _switch.appctl("revalidator/purge")
     with Places(rig) as places:
         for number in range(1000):
@@ -547,7 +547,7 @@ def edges(network: str) -> list[str]:
 def goes_where_it_may(
     rig: Rig, source: str, to: str, protocol: str, sender: str, target: str, ports: tuple[int, int]
 ) -> None:
-    """The switch's own tracer says where a frame goes: exactly what may pass, and to no guest."""
+    """By the switch's own tracer, exactly the permitted frames reach the host, and none a guest."""
     fields = [f"in_port={rig.number(A)}", f"dl_src={source}", f"dl_dst={to}", protocol]
     if protocol == "arp":
         fields += [f"arp_spa={sender}", f"arp_tpa={target}", f"arp_sha={source}"]

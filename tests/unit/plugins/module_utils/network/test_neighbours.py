@@ -56,7 +56,7 @@ INGRESS = _ingress.check(
 )
 
 
-# So long a connection may take that comes about, and so long one is waited for that must not.
+# Limit for a permitted connection, and wait for a forbidden connection.
 PATIENCE_S, SILENCE_S = 30.0, 0.4
 # docker 28 lets nothing else into its bridge, behind which the rig's allowed network is.
 ELSEWHERE = tuple(attack for attack in ATTACKS if "mgmt" not in attack.seen)
@@ -74,7 +74,7 @@ def rig() -> Iterator[Rig]:
 
 
 def docker(rig: Rig, version: str) -> None:
-    """What dockerd loads at its start."""
+    """Load the rules that dockerd loads at its start."""
     text = (Path(__file__).parents[4] / "data" / f"docker-{version}.rules").read_text()
     for recorded, here in (
         ("bridge1", "mgmt0"),
@@ -111,7 +111,7 @@ class Ufw:
         self.rig.run(["env", modules, *program, *folders, "--force", *words])
 
     def init(self, verb: str) -> None:
-        """As its service does."""
+        """Load the rules as its service does."""
         folders = ["--rootdir", str(self.root), "--datadir", str(self.root)]
         self.rig.run([str(self.root / "lib/ufw/ufw-init"), *folders, verb])
 
@@ -167,7 +167,7 @@ def guest_reaches_names(rig: Rig, limit_s: float = PATIENCE_S) -> bool:
 
 
 def world_reaches_the_guest(rig: Rig, limit_s: float = PATIENCE_S) -> bool:
-    """By the rule of managed ingress."""
+    """Whether a client reaches the guest by the rule of managed ingress."""
     public = (INGRESS.public_address, INGRESS.public_port)
     return reaches(rig, "world", (A.place, A.guard.ip, INGRESS.guest_port), public, limit_s)
 
@@ -177,7 +177,7 @@ def container_serves(rig: Rig) -> bool:
 
 
 def container_is_open(rig: Rig) -> bool:
-    """At a port that docker does not publish, by a client that has a route."""
+    """Whether a client with a route reaches a port that docker does not publish."""
     route = ["ip", "route", "replace", rigs.BMC, "via", rigs.UPLINK]
     rig.run(route, place=rig.place("world"))
     return reaches(rig, "world", ("mgmt", rigs.BMC, 81), (rigs.BMC, 81), SILENCE_S)
@@ -199,8 +199,8 @@ def all_pass(rig: Rig) -> bool:
 
 @pytest.mark.covers("SLICE-6", "I17")
 def test_what_the_host_still_sends_ends_with_its_guest(rig: Rig) -> None:
-    """Its kernel would send an answer that the guest has not taken for minutes, and track it anew:
-    no release of the guest could prove its end.
+    """The host would repeat an answer that the guest has not acknowledged for minutes, and track it
+    anew: no release of the guest could prove its end.
     """
     guest, name = rig.place(A.place), _guest_probe.name_query(b"ab")
     chain = "chain {0} {{ type filter hook {0} priority -300; {1}drop; }}"

@@ -49,7 +49,7 @@ def test_the_hosts_files_are_left_alone(machine: Any, monkeypatch: pytest.Monkey
 
 
 def test_what_is_made_for_networkmanager_is_read_too() -> None:
-    """As netplan 0.106 writes it."""
+    """In the form of netplan 0.106."""
     head = "[connection]\nid=netplan-x\ntype=ethernet\n"
     addresses = "[ipv4]\nmethod=manual\naddress1=10.20.0.7/16,10.20.0.1\naddress2=10.21.0.7/16\n"
     both = ("10.20.0.7/16", "10.21.0.7/16")

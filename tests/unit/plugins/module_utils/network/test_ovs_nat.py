@@ -156,7 +156,7 @@ def test_a_libvirt_that_has_not_seen_the_start_hook_is_restarted(
     assert _start_hook.unnoticed() == [daemon]
     drive()
     assert os.access(hook, os.X_OK)
-    # From before a change of the clock: no start would be later.
+    # A time before the clock was set back: no start would be later.
     os.utime(hook, (LATER, LATER))
     assert _start_hook.unnoticed() == []
 
@@ -176,7 +176,7 @@ def test_dnsmasq_serves_reservations_on_the_bridge_only() -> None:
 
 
 def test_ubuntus_libvirt_decides_how_dnsmasq_binds(systemd: Systemd) -> None:
-    """Its file returns with every upgrade; dnsmasq does not start with both words."""
+    """Its file returns with every upgrade; dnsmasq does not start with both settings."""
     drive()
     assert "bind-dynamic" in (_host.read(_ovs_nat.DNSMASQ) or "").splitlines()
     _host.write("/etc/dnsmasq.d/libvirt-daemon", "bind-interfaces\nexcept-interface=virbr0\n")
@@ -206,13 +206,13 @@ def test_a_host_that_asks_its_own_dnsmasq_is_refused(systemd: Systemd, server: s
     _host.write("/etc/resolv.conf", f"# own\nnameserver {server}\n")
     failure = drive().failure
     assert (failure and failure.code) == ("resolver_in_use" if server == "127.0.0.1" else None)
-    # What runs once keeps running.
+    # A network that is set up already is not refused.
     _host.write("/etc/resolv.conf", "nameserver 127.0.0.1\n")
     assert server == "127.0.0.1" or drive().failure is None
 
 
 def test_names_of_the_hosts_file_are_not_served_through_its_resolver(systemd: Systemd) -> None:
-    """systemd-resolved, as Ubuntu has it, answers from /etc/hosts to whoever asks it."""
+    """Ubuntu's systemd-resolved answers every client from /etc/hosts."""
     line = "resolv-file=/run/systemd/resolve/resolv.conf"
     _host.write("/etc/resolv.conf", "#nameserver 127.0.0.53\nnameserver 192.0.2.53\n")
     drive()
@@ -260,7 +260,7 @@ def test_dnsmasq_older_than_its_files_is_restarted(systemd: Systemd) -> None:
 def test_a_change_in_the_future_restarts_nothing_for_ever(
     systemd: Systemd, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From before a change of the clock: no start would be later."""
+    """The files are from before the clock was set back, so no start would be later."""
     drive()
     later = systemd.clock + 86_400
     os.utime(tree / "etc/dnsmasq.d", (later, later))

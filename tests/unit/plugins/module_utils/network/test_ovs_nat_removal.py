@@ -1,4 +1,4 @@
-"""Removal of the network baseline: no trace of it is left, the rest is as before."""
+"""Removal of the network baseline: it leaves no trace, the rest is as before."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_nothing_goes_while_a_slice_is_on_the_bridge(host: Host, tree: Path) -> 
 
 
 def test_another_name_leads_to_no_second_bridge(host: Host, tree: Path) -> None:
-    """The guests stay on the first one, and the removal would leave it behind."""
+    """The guests stay on the first bridge, and the removal would leave it behind."""
     establish()
     before = remaining_files(tree)
     for act in (establish, remove):

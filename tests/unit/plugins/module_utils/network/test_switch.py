@@ -1,4 +1,4 @@
-"""Questions to Open vSwitch's daemons: what a daemon that fails or hangs makes of them.
+"""Queries of Open vSwitch's daemons, when a daemon fails or hangs.
 
 Real daemons answer in the tests on the rig.
 """
@@ -29,7 +29,7 @@ PORTS = ("Interface", "name,ofport", "")
 
 @pytest.fixture
 def daemons(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Serve], None]]:
-    """Start the database and the switch, which serve one question in this way."""
+    """Start the database and the switch, each of which serves a single query in this way."""
     with tempfile.TemporaryDirectory(prefix="switch") as folder, contextlib.ExitStack() as stack:
         # Paths of sockets are short.
         monkeypatch.setattr(_host, "ROOT", Path(folder))
@@ -85,7 +85,7 @@ def test_an_answer_may_come_in_pieces(daemons: Callable[[Serve], None]) -> None:
         (answer([{}]), "no whole answer"),
         (lambda client: client.recv(1 << 16), "no whole answer"),
         (lambda client: (client.recv(1 << 16), time.sleep(1)), "timed out"),
-        # It sends without an end.
+        # It sends endlessly.
         (answer({"id": 0, "result": "x" * 9000}), "no whole answer in"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_row_that_the_database_refuses_is_no_empty_table(
 
 
 class Forbidden(socket.socket):
-    """A socket as a security module may make one."""
+    """A socket that a security module restricts."""
 
     def sendall(self, *_data: object) -> None:
         raise PermissionError(13, "Permission denied")

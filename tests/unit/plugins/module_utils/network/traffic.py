@@ -1,4 +1,4 @@
-"""Traffic of the rig: frames that guests send, and who receives them."""
+"""Traffic of the rig: frames of guests, and their receivers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Places:
         return tokens
 
     def violations(self, attacks: tuple[Attack, ...] = ATTACKS, limit_s: float = 10) -> list[str]:
-        """Every frame that was seen elsewhere than it should be, or not where it should."""
+        """Every frame that was not seen exactly at its permitted places."""
         tokens = {b"<%06d>" % next(NUMBERS): attack for attack in attacks}
         for token, attack in tokens.items():
             self.send(attack, token)
@@ -97,7 +97,7 @@ class Places:
         return number
 
     def _take(self, tokens: dict[bytes, set[str]]) -> bool:
-        """Read what has arrived; whether anything has."""
+        """Read the arrived frames; return whether there were any."""
         before = sum(map(len, tokens.values()))
         for name, handle in (*self.sockets.items(), ("service", self.service)):
             while True:
@@ -113,7 +113,7 @@ class Places:
 
 
 def violations(rig: Rig, attacks: tuple[Attack, ...] = ATTACKS, limit_s: float = 10) -> list[str]:
-    """What Places.violations says, of sockets that are opened for these frames."""
+    """Violations by Places, with sockets that are opened for these frames."""
     with Places(rig) as places:
         return places.violations(attacks, limit_s)
 

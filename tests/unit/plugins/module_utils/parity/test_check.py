@@ -1,4 +1,4 @@
-"""Outcomes of parity checks and their lines: a line per check, whatever a host reports in it."""
+"""Outcomes of parity checks and their lines: a line per check, for every text of a host."""
 
 from __future__ import annotations
 

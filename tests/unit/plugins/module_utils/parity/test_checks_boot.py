@@ -1,4 +1,4 @@
-"""Boot order of a host whose tenants write what they like on their disks."""
+"""Boot order of a host whose tenants write boot loaders on their disks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_approved_disk_before_the_hosts_own_entry_fails(boot: Boot) -> None:
     later = boot.order(1, 2)
     assert (later.status, later.detail) == ("WARN", f"Boot0002 ('disk') starts eui.{TENANT}")
     assert boot.order(2, 1).status == "FAIL"
-    # The host's partition counts as its own too; an entry that is not there counts for nothing.
+    # The host's partition counts as its own too; a missing entry is ignored.
     boot.data["Boot0001"] = entry(partition=ESP)
     assert boot.order(7, 1, 2).status == "WARN"
     assert boot.order(1, following=2).status == "FAIL"

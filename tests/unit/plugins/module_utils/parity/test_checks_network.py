@@ -140,13 +140,13 @@ def test_functions_must_be_there_and_be_functions(parity: Any, machine: Any) -> 
     machine.function("0000:25:00.0", 0, "0000:25:10.0")
     parity.identified({"address": parity.mac})
     assert _checks_network.fabric_vfs(parity.facts(parity.slot)).status == "PASS"
-    # A second card has lost its function, and with it the slot that has it.
+    # A second card has lost its function, which a slot has.
     machine.pci("0000:45:00.0", "8086:10c9", **card)
     second = parity.slot | {"fabric_vf_pci_address": "0000:45:10.0"}
     assert _checks_network.fabric_vfs(parity.facts(parity.slot, second)) == _check.warned(
         "0000:45:00.0 has 0 of 1 functions; 0000:45:10.0 is not there: its slot is blocked"
     )
-    # No slot has it, so that nothing would be blocked.
+    # Without a slot that has it, the whole check fails, because it blocks no slot.
     assert _checks_network.fabric_vfs(parity.facts(parity.slot)).status == "FAIL"
     assert _checks_network.fabric_vfs(parity.facts(second)).status == "FAIL"
 
@@ -666,7 +666,7 @@ def test_without_a_target_a_guest_still_shows_the_rest(
     """No other check fails with `guest_egress` on a host without a default gateway."""
 
     def look(probe: _guest_probe.Probe) -> _guest_probe.Finding:
-        # As the filter of the packets that leave is made.
+        # The probe's packet filter needs an address as target.
         assert ipaddress.IPv4Address(probe.target.partition(":")[0])
         return _guest_probe.Finding(None, True, "")
 

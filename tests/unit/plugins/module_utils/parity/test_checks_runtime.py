@@ -221,7 +221,7 @@ def test_a_serial_that_is_a_line_stays_a_word_of_its_own_line(
 def test_partitions_of_the_fabric_manager(
     parity: Any, manager: FabricManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every partition that is sold exists, and an active one is that of a slice with a lease."""
+    """Every sold partition exists, and an active partition belongs to a slice with a lease."""
     monkeypatch.setattr(_command, "run", fabric_manager.RUN)
     states: dict[str, _libvirt.State] = {}
     monkeypatch.setattr(_libvirt, "states", lambda: states)
@@ -268,7 +268,7 @@ def test_each_running_guest_of_a_slice_is_looked_at(parity: Any, machine: Any) -
     machine.file("/proc/77/cmdline", f"/usr/bin/qemu-system-x86_64\0-name\0guest={name}\0")
     machine.file("/proc/77/status", "Uid:\t64055\t64055\t64055\t64055\nSeccomp:\t2\n")
     machine.file("/proc/77/attr/current", f"libvirt-{ALLOCATION} (enforce)\n")
-    # Of another program of the host, which is its operator's.
+    # A guest of another program, for which the operator is responsible.
     machine.file("/proc/78/cmdline", "/usr/bin/qemu-system-x86_64\0-name\0guest=theirs\0")
     machine.file("/proc/78/status", "Uid:\t0\t0\t0\t0\nSeccomp:\t0\n")
     facts = parity.facts()

@@ -96,7 +96,7 @@ def test_who_has_a_reservation_is_offered_its_address_and_nobody_else(tmp_path: 
         "foreign": "",
         "made_anew": "10.100.0.254",
     }
-    # Nobody else is offered anything, whatever arrives of it.
+    # The server itself makes no other offer, whether or not it would arrive.
     log = Path(f"{conf}.log").read_text()
     assert f"DHCPDISCOVER(ovsbr0) {OTHER} ignored" in log
     assert f"DHCPOFFER(ovsbr0) 10.100.0.254 {MAC}" in log

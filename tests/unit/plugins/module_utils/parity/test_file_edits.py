@@ -1,4 +1,4 @@
-"""Edits of the files that bootstrap and the binding write whole: detected, and repaired at once.
+"""Edits of files that bootstrap and the binding own entirely: detected, and repaired at once.
 
 The writers define the list of files: it contains every file that they write onto an empty host.
 """
@@ -227,7 +227,7 @@ def test_an_initramfs_that_was_never_built_is_none(host: Any, machine: Any) -> N
         ("/boot/grub/grub.cfg", " iommu=pt", "", ("FAIL", "the next boot would lose iommu=pt")),
         ("/boot/grub/grub.cfg", "iommu=pt", "iommu=pt iommu=off", ("FAIL", "would lose iommu=pt")),
         ("/boot/grub/grub.cfg", "linux", "chainloader", ("FAIL", "starts no kernel of this host")),
-        # It is right now, and the next update-grub would make it wrong.
+        # It is correct now, but the next update-grub would write a wrong menu.
         (
             _kernel_arguments.DROP_IN,
             " iommu=pt",

@@ -117,7 +117,7 @@ def test_a_look_builds_guards_uses_and_removes_the_guest(host: Host) -> None:
     forget = [call[2] for call in remove[1:]]
     assert forget == ["dpctl/flush-conntrack", "del-meter", "del-flows"], "in one transaction"
     assert host.switch.meters == {}
-    # It had a guest's guard, and may reach its targets, before it had an address.
+    # It had a guest's guard, and permission to reach its targets, before it had an address.
     guard = _guards.probe_guard(NETWORK)
     allowed = ("10.0.2.2", _tcp_probe.SERVICE)
     assert host.guarded == _flows.rules(guard, 1, [], _flows.Egress(allowed=allowed))

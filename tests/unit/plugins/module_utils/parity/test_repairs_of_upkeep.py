@@ -1,4 +1,4 @@
-"""Repairs of upkeep with scripted parts: which are done, and which are reported."""
+"""Repairs of upkeep with scripted parts: done repairs and reported differences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROW = {"check": "x", "status": "FAIL", "detail": "d", "remediation": "r", "playb
 def keep(
     monkeypatch: pytest.MonkeyPatch, *roles: str, check_mode: bool = False
 ) -> tuple[list[str], set[str]]:
-    """Repairs of a host whose checks of these roles fail, and the codes of what is left."""
+    """Repairs of a host whose checks of these roles fail, and codes of remaining differences."""
     _host.write(_host_mode.MARKER, '{"mode": "slice"}')
     monkeypatch.setattr(_upkeep, "look", lambda _p: [{**ROW, "role": role} for role in roles])
     monkeypatch.setattr(_free_space, "full", list)
@@ -105,7 +105,7 @@ def test_a_guardian_without_settings_is_named_and_not_started(
 def test_what_was_repaired_is_said_also_if_the_run_ends(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time is over in the second repair."""
+    """The run's time is over in the second repair."""
     names = install(_boot_units.NETWORK, _boot_units.FABRIC)
     systemd = Systemd(monkeypatch)
 

@@ -211,7 +211,7 @@ STARTED = {
     "ip": 4 + 6,
     # The probe's port comes and goes. Its meter and flows are set and removed, all are listed.
     "ovs-vsctl": 2, "ovs-ofctl": 4 + 2,
-    # Two tables of ours are loaded together and printed by the kernel, beside what it has.
+    # Two tables of ours are loaded together, and printed by the kernel beside its existing tables.
     "unshare": 1, "nft": 3 + 3,
 }  # fmt: skip
 

@@ -227,7 +227,7 @@ def test_a_sites_own_functions_are_told_from_ours(host: Any, machine: Any, scrip
 
 def test_every_kind_of_trace_is_looked_for() -> None:
     kinds = [kind for kinds in _slice_remnants.TRACES.values() for kind in kinds]
-    # Domains are read from libvirt's files, and the others end with the bridge.
+    # Domains are read from libvirt's files; ports, flows and ingress end with the bridge.
     otherwise = {"domain", "ovs_port", "flows", "ingress"}
     assert {*kinds, *otherwise} == set(_traces.looks("ovsbr0"))
     assert {*_slice_remnants.TRACES} <= {*_slice_remnants.SLICES, *_slice_remnants.MODE}

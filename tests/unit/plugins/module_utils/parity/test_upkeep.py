@@ -216,7 +216,7 @@ def test_a_rate_limit_that_a_running_slice_has_lost_comes_back(
 def test_a_network_that_bootstrap_does_not_know_is_named_and_not_applied(
     rig: Rig, edited: bool
 ) -> None:
-    """What is broken is repaired as the last bootstrap has it, if its record is not edited."""
+    """Repairs restore the network of the last bootstrap, if its record is not edited."""
     settings = _baseline_files.settings(NETWORK)
     _boot_service.install(replace(_boot_units.NETWORK, settings=settings))
     if edited:
@@ -377,8 +377,8 @@ def test_the_probe_fails_behind_a_guard_that_is_wrong(
 def test_the_probe_names_tcp_that_does_not_go_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, table: int, done: int
 ) -> None:
-    """In one direction the guard passes the first packet of a connection only. A kernel does so to
-    a guard that shows it one direction only; the switch of this rig does not.
+    """In either direction, a guard passes only the first packet of a connection. A kernel would do
+    so if its guard tracked a single direction; the switch of this rig would not.
     """
     real = _flows.rules
 
@@ -451,7 +451,7 @@ def test_a_killed_probe_leaves_no_service(rig: Rig) -> None:
 
 @pytest.mark.covers("SLICE-9")
 def test_no_guest_changes_what_the_probe_finds(rig: Rig) -> None:
-    """A guest sends whatever it can, also in the probe's name, while the probe is at work."""
+    """A guest sends all its attacks, and frames in the probe's name, while the probe works."""
     over = threading.Event()
     gateway = rigs.hardware_address(rig.host, "ovsbr0")
     mine = [attack for attack in ATTACKS if attack.place == rigs.A.place]

@@ -1,4 +1,4 @@
-"""Cloud-init seed: documents read back by a YAML reader, the digest in an ISO, one seed's life.
+"""Cloud-init seed: documents read back by a YAML reader, the digest in an ISO, a seed's life.
 
 It is written once, replaced when its content changes, destroyed when read, and never shown.
 """
@@ -263,8 +263,8 @@ def domain_xml(*, seed: bool) -> str:
 
 
 def runs(script: Any, *, live: list[bool], state: int = 1) -> None:
-    """A domain whose definition names the seed at the first look. live: what its QEMU has: at the
-    first look, after it was unplugged, and at the last look.
+    """A domain whose definition names the seed at the first look. live: whether its QEMU has it: at
+    the first look, after it was unplugged, and at the last look.
     """
     _host.write(f"/etc/libvirt/qemu/{NAME}.xml", "<domain/>")
     text = f"Domain: '{NAME}'\n  state.state={state}\n  state.reason=1\n\n"

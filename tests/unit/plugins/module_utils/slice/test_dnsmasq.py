@@ -75,7 +75,7 @@ def test_release_that_nobody_heard_is_done_while_stopped(tree: Path, script: Scr
 def test_two_releases_at_once_lose_neither(
     tree: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would write the other's lease back, and its slot would be blocked."""
+    """Without a lock each would restore the other's lease, which would block that slot."""
     file = write_file(tree, "var/lib/misc/dnsmasq.leases", LEASES)
     other = Lease(0, "52:54:00:64:00:0b", "10.100.0.11", "*")
     for lease in (LEASE, other):

@@ -48,7 +48,7 @@ def parts(
     pins: list[int],
     hugepages: bool,
 ) -> tuple[tuple[Cell, ...], tuple[tuple[str, ...], ...]]:
-    """Parts on NUMA nodes, and devices below one switch, as a lease gives them."""
+    """Parts on NUMA nodes, and devices below a common switch, as a lease gives them."""
     cells: list[Cell] = []
     cut = draw(st.integers(1, max(1, len(passed) - 1)))
     homes = [passed]
@@ -140,7 +140,7 @@ FUNCTIONS = ("0000:45:00.1", "0000:46:00.1", "0000:85:00.1", "0000:86:00.1")
 
 
 def four_gpus() -> Domain:
-    """Two GPUs on each of two NUMA nodes, the first with its function below one switch."""
+    """Two GPUs on each of two NUMA nodes, the first below the same switch as its function."""
     cells = [
         Cell(
             numa_node=node,

@@ -56,7 +56,8 @@ def test_a_baked_runtime_brings_the_probes_only() -> None:
         _guest_runtime.PROGRAM: Path(_guest_probes.__file__).read_text(),
         f"/etc/systemd/system/{_guest_runtime.UNIT}": _guest_runtime._SERVICE,
     }
-    # By one program, without a reload of systemd, and the probes, which the host waits for, first.
+    # By a single program, without a reload of systemd. The probes are first: the host waits for
+    # them.
     (enable,) = config["runcmd"]
     assert enable == [*ENABLE_NOW, _guest_runtime.UNIT, _guest_runtime._TELEMETRY_UNIT]
 
@@ -105,7 +106,7 @@ def test_named_versions_are_installed_and_the_guest_restarts_once(tmp_path: Path
     state = {"mode": "reboot", "condition": f"test -e {_guest_runtime._INSTALLED}"}
     assert config["power_state"] == state
     assert config["apt"]["sources"]["gpuaas-cuda"]["keyid"] == "A" * 40
-    # The script itself, with an apt-get that fails, and one that works when another has ended.
+    # The script itself, with an apt-get that fails, then with an apt-get that first has to wait.
     done, taken, waiting = (tmp_path / name for name in ("installed", "taken", "pending"))
     script = script.replace(_guest_runtime._INSTALLED, str(done)).replace(pending, str(waiting))
     script = script.replace("/dev/console", str(tmp_path / "console"))

@@ -57,7 +57,7 @@ def test_the_reason_tells_a_pause_on_purpose_from_a_disk_error(script: Script) -
 
 
 def test_a_domain_is_asked_for_alone(script: Script) -> None:
-    """A query of all waits while libvirt starts another one."""
+    """A query of all domains waits while libvirt starts another domain."""
     script.on(*LOOK, "a", out=stats(a=(1, 1)))
     assert _libvirt.state("a") == _libvirt.State("running", 1)
     assert LOOK not in script.calls
@@ -76,7 +76,7 @@ def test_a_domain_that_is_not_found_is_looked_for_in_all(script: Script) -> None
 
 
 def test_state_and_definitions_are_read_by_one_program(script: Script) -> None:
-    # What an administrator writes into a definition is no answer of libvirt's about the state.
+    # Text of an administrator in a definition is not taken for libvirt's answer about the state.
     text = definition("a", "  <description>x\n  state.state=5\n  </description>\n")
     script.on(*DESCRIBE, out=stats(a=(1, 1)) + text)
     script.on(*VIRSH, f"{DESCRIBE[-1]}; dumpxml a", out=stats(a=(3, 5)) + text + definition("a"))
@@ -87,7 +87,7 @@ def test_state_and_definitions_are_read_by_one_program(script: Script) -> None:
 
 
 def test_a_domain_that_is_described_in_part_is_asked_for_again(script: Script) -> None:
-    """One that libvirt does not find may exist all the same, and none is taken for undefined."""
+    """A domain may exist although libvirt does not find it, so it does not count as undefined."""
     script.on(*DESCRIBE, rc=1, err="error: failed to get domain 'a'")
     script.on(*LOOK, out=stats(b=(1, 1))).on(*LOOK, out=stats(a=(5, 0)))
     assert _libvirt.described("a") == (None, [])
@@ -123,7 +123,7 @@ def test_definitions_of_plain_names_are_read_by_one_program(script: Script) -> N
 
 @pytest.mark.skipif(not shutil.which("virsh"), reason="needs virsh")
 def test_a_real_virsh_goes_on_after_a_command_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With libvirt's driver for tests, which has one domain and needs no daemon."""
+    """With libvirt's driver for tests, which has a single domain and needs no daemon."""
     monkeypatch.setattr(_libvirt, "_VIRSH", (shutil.which("virsh"), "-c", "test:///default"))
     assert _libvirt.described("none") == (None, [])
     life, definitions = _libvirt.described("test", live=True)
@@ -215,7 +215,7 @@ def test_a_guest_that_ignores_the_request_runs_on(script: Script) -> None:
 
 @pytest.mark.covers("I10")
 def test_a_guest_that_a_later_run_has_started_is_left_alone(script: Script) -> None:
-    """The run before still waits for the guest that it asked to power off."""
+    """The earlier run still waits for the shutdown that it requested."""
 
     def overtaken() -> None:
         if (*VIRSH, "shutdown", "a") in script.calls:

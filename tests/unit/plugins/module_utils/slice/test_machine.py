@@ -247,7 +247,7 @@ class Host:
         monkeypatch.setattr(_qos, "install", self.limit)
 
     def run(self, argv: list[str], **more: Any) -> _command.Result:
-        """A program of the switch; what matters for the order is noted."""
+        """A program of the switch; calls whose order matters are noted."""
         if argv[0] == "bash":
             return fabric_manager.RUN(argv, **more)
         if "--bundle" in argv and "add cookie" in more["stdin"]:
@@ -275,7 +275,7 @@ class Host:
 
     def define(self, xml: str) -> None:
         self.acts.append("define")
-        # For a guest that runs it holds from the next start.
+        # For a running guest it takes effect at the next start.
         self.xml, self.life = xml, self.life or Life("shut off")
 
     def start_paused(self, _name: str, *, timeout: float) -> None:
@@ -350,7 +350,7 @@ def test_start_and_start_again(host: Host) -> None:
 
 
 def test_a_start_asks_nothing_twice(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program costs a slow host 50 ms and more, and libvirt waits for those of its hook."""
+    """Each program costs a slow host 50 ms and more, and libvirt waits for its hook's programs."""
     _guards.restore(_guards.recorded(), with_firewall=True)
     programs: list[str] = []
 
@@ -527,7 +527,7 @@ def test_nothing_starts_beside_a_partition_that_another_slice_left(
     manager.set(active=[], faults={"-a": "refuse"})
     assert failing(JOINED) == ("fabric_manager_refused", "activate_partition")
     assert "start" not in host.acts
-    # What the Fabric Manager may have activated all the same is deactivated.
+    # A partition that the Fabric Manager may have activated all the same is deactivated.
     manager.set(active=[3], faults={})
     drive({**JOINED, "state": "absent"})
     assert manager.active == []
@@ -627,7 +627,7 @@ def test_every_disk_is_marked_dirty_before_the_guest_starts(tree: Path) -> None:
 
 
 class Killed(BaseException):
-    """SIGKILL at an act: nothing of the run goes on, not even its handlers of errors."""
+    """SIGKILL at an act: no part of the run goes on, not even its error handlers."""
 
 
 def kill(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
@@ -657,7 +657,7 @@ def kill(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
 @pytest.mark.covers("I11", "I12")
 @pytest.mark.parametrize("state", ["running", "absent"])
 def test_what_a_killed_run_leaves_is_finished_by_the_next(tree: Path, state: str) -> None:
-    """At whatever act it is killed, and whichever run comes next."""
+    """Killed at each act in turn, with each kind of next run."""
     limited = {**PARAMS, "spec": {**SPEC, "mgmt_qos": LIMIT}}
     at, over = 1, False
     while not over:
@@ -687,14 +687,14 @@ def fresh(tree: Path, patch: pytest.MonkeyPatch) -> Host:
     shutil.rmtree(tree / "var", ignore_errors=True)
     _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity="eui.5e0000000000a003")
     _host.write(_baseline_files.SETTINGS, json.dumps(_baseline_files.settings(NETWORK)))
-    # virtlogd writes it, and it goes last.
+    # virtlogd writes it, and it is removed last.
     _host.write(_object_names.console_path(ONE), "login:")
     return Host(patch)
 
 
 def left(host: Host, *, limits: bool) -> list[str]:
-    """What a release must not leave. limits: whether the port had been guarded, so that its number
-    is known.
+    """Leftovers that a release must remove. limits: whether the port had been guarded, so that its
+    number is known.
     """
     folder = _host.path(_host.STATE_DIRECTORY)
     files = [str(file) for file in folder.rglob(f"*{NAME}*")]
@@ -747,7 +747,7 @@ def test_a_machine_that_libvirt_has_lost_is_listed(
     (lost,) = machines()
     assert (lost["state"], lost["pids"], lost["vcpus"]) == ("absent", [4711], 0)
     assert lost["flows"] and lost["guard_kept"]
-    # A domain that is no slice's is not listed, and never taken for one.
+    # A domain that belongs to no slice is not listed as a slice.
     monkeypatch.setattr(_libvirt, "states", lambda: {"builder": Life("running")})
     assert [machine["state"] for machine in machines()] == ["absent"]
     # A switch that does not answer makes no machine unguarded.

@@ -259,7 +259,7 @@ def test_a_text_of_the_guest_is_cut_and_has_no_control_characters(channel: socke
 
 
 def test_a_guest_is_heard_while_something_else_of_it_is_waited_for(channel: socket.socket) -> None:
-    """It has the request when its service starts, and its answer waits for the host."""
+    """The guest gets the request when its service starts; its answer waits for the host."""
 
     def answers(connection: socket.socket, request: dict[str, Any]) -> None:
         connection.sendall(line(request["nonce"]))
@@ -273,7 +273,7 @@ def test_a_guest_is_heard_while_something_else_of_it_is_waited_for(channel: sock
         before = time.monotonic()
         result = inquiry.results(lambda: True)["gpu_compute"]
         assert result["ok"] and result["seconds"] <= round(before - start, 1)
-        # A wait is as long as without it.
+        # The answer does not shorten a wait.
         inquiry.listen(0.3)
         assert time.monotonic() - before >= 0.3
 
@@ -382,7 +382,7 @@ def test_the_guest_program_answers_each_probe(channel: socket.socket) -> None:
 def test_a_request_that_waited_for_the_guest_has_the_time_that_is_left(
     channel: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host repeats its request while the guest boots; the guest takes the newest one."""
+    """The host repeats its request while the guest boots; the guest takes the newest."""
     monkeypatch.setattr(_readiness, "_RESEND_S", 0.5)
     requests: list[dict[str, Any]] = []
 
@@ -405,7 +405,7 @@ def test_what_may_still_pass_is_tried_until_its_deadline(channel: socket.socket)
         target = f"127.0.0.1:{late.getsockname()[1]}"
 
         def listen() -> None:
-            """Later than the first try, behind which the other probe has answered."""
+            """Begin after the first try, which has ended when the other probe answers."""
             assert answered.wait(90)
             time.sleep(1)
             late.listen()
@@ -415,7 +415,7 @@ def test_what_may_still_pass_is_tried_until_its_deadline(channel: socket.socket)
         result = ask({"egress": {"target": target}, **GPU}, deadline=120)
         listening.join()
     assert result["egress"]["ok"], result
-    # Another probe does not wait for it, and one whose reason lasts is not tried again.
+    # Another probe does not wait for it, and a lasting failure is not tried again.
     assert result["gpu_compute"]["seconds"] <= result["egress"]["seconds"]
     with socket.socket() as never, program(channel):
         never.bind(("127.0.0.1", 0))
@@ -451,7 +451,7 @@ class Library:
     ("library", "detail"),
     [
         (Library(), ""),
-        # nvidia-smi passes meanwhile, as on a board whose Fabric Manager nobody waits for.
+        # nvidia-smi passes meanwhile, as on a board without a wait for its Fabric Manager.
         (Library(cuInit=802), "cuInit: error 802 CUDA_ERROR_SYSTEM_NOT_READY"),
         (Library(b"\0"), "GPU 0 does not keep what is written to its memory"),
     ],
@@ -581,7 +581,7 @@ def apart(probes: str, limit: str) -> list[str]:
 
 
 def test_probes_run_side_by_side_and_keep_no_file_of_the_service() -> None:
-    """One that waits delays no other. One that hangs must not hold the port."""
+    """A waiting probe delays no other probe. A hanging probe must not hold the port."""
     answers = [json.loads(text) for text in apart("late,quick", "60")]
     passed = {"ok": True, "detail": ""}
     assert answers == [

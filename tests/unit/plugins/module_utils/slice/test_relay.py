@@ -1,4 +1,4 @@
-"""The gateway's way to slices: one line for each, an account that can do nothing else."""
+"""The gateway's access to slices: a line for each, and an account that can do nothing else."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_way_is_opened_beside_others_and_closed(host: Path) -> None:
 
 
 def test_a_line_that_is_nobodys_goes_with_the_next_change(host: Path) -> None:
-    """It would let the gateway's authority further than to a guest."""
+    """It would let the gateway connect to other addresses than a guest's."""
     with_account(host)
     drive(params())
     with (host / _relay.PRINCIPALS.lstrip("/")).open("a") as file:
@@ -165,7 +165,7 @@ def test_settings_that_sshd_refuses_are_taken_back(tree: Path, script: Script) -
 
 
 class Killed(BaseException):
-    """The end of a run by SIGKILL: nothing of it goes on."""
+    """The end of a run by SIGKILL: no part of it goes on."""
 
 
 @pytest.mark.parametrize("program", ["sshd", "systemctl"])
@@ -192,7 +192,7 @@ def test_settings_that_a_killed_run_left_are_checked_by_the_next(
     with pytest.raises(Killed):
         drive(params())
     assert settings.read_text() == _relay.settings()
-    # The next run finds the text that it wants, and does not take it for checked.
+    # The next run finds the wanted text, but checks it again.
     monkeypatch.setattr(_command, "run", run)
     refused[0] = True
     outcome = drive({"state": "kept", "authority": AUTHORITY})
@@ -201,7 +201,7 @@ def test_settings_that_a_killed_run_left_are_checked_by_the_next(
     refused[0] = False
     assert drive(params()).done == ["write_settings", "open_way"]
     assert drive(params()).plan.steps == ()
-    # So does a removal.
+    # A killed removal is completed in the same way.
     drive(params("absent"))
     monkeypatch.setattr(_command, "run", kill)
     if program == "systemctl":
@@ -216,7 +216,7 @@ def test_settings_that_a_killed_run_left_are_checked_by_the_next(
 def test_a_host_of_an_earlier_version_takes_the_gateways_authority(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And another one when that is replaced; a host without the account gets nothing."""
+    """It also takes a replaced authority; a host without the account gets nothing."""
     kept = {"state": "kept", "authority": AUTHORITY}
     with_account(host)
     assert drive(kept).plan.steps == ()
@@ -228,7 +228,7 @@ def test_a_host_of_an_earlier_version_takes_the_gateways_authority(
     assert drive(kept).done == FILES
     assert drive(kept).plan.steps == ()
     assert settings.read_text() == "".join(lines)
-    # Who logged in with the earlier one is logged out, because it may have been stolen.
+    # Sessions by the earlier authority end, because its key may have been stolen.
     ended: list[int] = []
     monkeypatch.setattr(_accounts, "end_processes", lambda uid, **_: ended.append(uid))
     replaced = drive({"state": "kept", "authority": OTHER})

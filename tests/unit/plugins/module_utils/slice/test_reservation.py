@@ -144,7 +144,7 @@ def test_a_late_run_reserves_nothing(host: Path) -> None:
 def test_the_list_of_holds_has_leases_machine_and_addresses(host: Path) -> None:
     drive(PARAMS)
     reserve(host, TWO, "52:54:00:64:00:0e", "10.100.0.14")
-    # The second guest has also fetched the address of the first, which the first has not.
+    # The second guest has leased the first guest's address, too; the first guest has no lease.
     lines = lease(host, "52:54:00:64:00:0e", "10.100.0.13")
     lines.write_text(lines.read_text() + "1700000000 52:54:00:64:00:0e 10.100.0.14 vm *\n")
     _ledger.hold("slot-3", fence=7, allocation_id=ONE, disk_identity="eui.03")

@@ -1,4 +1,4 @@
-"""Holdings of all slices on a host, whoever owns them; a failed read never counts as empty."""
+"""Holdings of all slices on a host, of any owner; a failed read never counts as empty."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_guest_that_powered_itself_off_is_told_from_others(
     host: str,
     by_guest: bool,
 ) -> None:
-    """Not a destroyed or crashed guest, nor guests that the host shuts down as it goes down."""
+    """Destroyed and crashed guests do not count, nor guests that a host shuts down with itself."""
     monkeypatch.setattr(_libvirt, "states", lambda: {DOMAIN: _libvirt.State("shut off", reason)})
     monkeypatch.setattr(_libvirt, "definition", lambda _name: XML)
     program = tmp_path / "systemctl"

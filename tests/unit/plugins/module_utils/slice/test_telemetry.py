@@ -1,4 +1,4 @@
-"""Telemetry of slices on a real socket: what a host measures, and what a lying guest can say."""
+"""Telemetry of slices on a real socket: a host's measurements, and the reports of lying guests."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def ports(*keys: str, rate: int = 0, shaped: bool = False) -> str:
 
 
 class Qemu:
-    """The end of a channel that QEMU has: it listens, and passes on what its guest writes."""
+    """QEMU's end of a channel: it listens, and passes on the guest's output."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class Qemu:
         self.host.send(data)
 
     def close(self) -> None:
-        """As at the end of QEMU."""
+        """Close the channel, as at the end of QEMU."""
         for end in filter(None, (self.host, self.listener)):
             end.close()
 
@@ -144,7 +144,7 @@ def test_what_the_host_measures_without_the_guest(host: Path, script: Script) ->
             "disk_written_bytes": 512,
             "disk_reads": 11,
             "disk_writes": 3,
-            # The switch receives what the guest sends.
+            # Packets sent by the guest are received by the switch.
             "sent_bytes": 7,
             "sent_packets": 1,
             "received_bytes": 9,
@@ -187,7 +187,7 @@ def test_where_the_memory_of_a_slice_is(host: Path, script: Script, *, large: bo
     huge = 1 << 30 if large else 0
     assert measured["large_pages_bytes"] == 3 * huge
     assert measured["node_memory_bytes"] == [4096 + huge, 8292 + 2 * huge]
-    # One that is off has no memory.
+    # A stopped slice has no memory.
     assert "node_memory_bytes" not in slices[B]["host"]
 
 
@@ -249,12 +249,12 @@ def test_what_only_drift_detection_repairs_is_named(host: Path, script: Script) 
     active[:] = ["gpuaas-slice-network-baseline.service"]
     _host.write(_baseline_files.DNSMASQ, _baseline_files.dnsmasq(network))
     assert differs() == []
-    # A guardian without its settings restores nothing, and is not noticed by itself.
+    # A guardian without its settings restores nothing, and reports no error itself.
     _host.write(_boot_units.FABRIC.path, "x")
     assert differs() == ["guardian_stopped", "network_file"]
     active.append(_boot_units.FABRIC.service)
     assert differs() == ["network_file"]
-    # As a loss of power may leave them.
+    # A loss of power may leave empty settings.
     _host.write(_boot_units.FABRIC.settings_path, "")
     assert differs() == ["network_file"]
     _host.write(_boot_units.FABRIC.settings_path, "{}")
@@ -351,7 +351,7 @@ def test_a_silent_guest_and_one_that_ended_leave_no_values(
     monkeypatch.setattr(_telemetry.time, "time", lambda: late)
     collector.round({}, _telemetry.EVERY)
     assert snapshot()[A]["guest"] is None
-    # The machine starts again with a QEMU of its own: the host connects again.
+    # The machine starts again with a new QEMU: the host connects again.
     assert guest.host is not None
     guest.host.close()
     guest.host = None
@@ -401,7 +401,7 @@ def test_whatever_a_guest_writes_the_reconciler_takes_what_is_left(written: byte
 
 
 def test_both_sides_have_the_same_names_and_limits() -> None:
-    """A value at its limit is accepted by both, and a larger one by neither."""
+    """Both accept a value at its limit, and refuse a larger value."""
     names = {*_guest_values.GUEST, "cuda", "gpus", "age_s", "source"}
     assert names == set(GuestValues.model_fields)
     highest = {**_guest_values.GUEST, "gpus": [{**_guest_values.GPU}]}

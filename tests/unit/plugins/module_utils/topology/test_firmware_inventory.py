@@ -87,7 +87,7 @@ def test_variables_that_matter_are_read_and_large_ones_by_digest(host: Any) -> N
     assert section["BootOrder"] == "0001,000A"
     assert section["db"].startswith("sha256:") and len(section["db"]) == 71
     assert section["Boot000A"].startswith("inactive 'shell' File(\\EFI\\x.efi) ")
-    # Another vendor's variable with a name that matters does not hide the one that does.
+    # A vendor's variable of the same name does not hide the UEFI variable.
     assert "dbx" not in section and "dbx-ffffffff-0000-4000-8000-000000000000" in section
     assert "BootCurrent" not in section
 

@@ -49,7 +49,7 @@ def test_bytes_that_a_tenant_left_fail(
     bench, capsys: pytest.CaptureFixture[str], place: int
 ) -> None:
     bench.disk(size=64 * MIB)
-    # In the middle 5 % are left, of which one of 64 places is a part.
+    # In the middle 5 % are left, which include one of the 64 sampled places.
     bench.write("nvme1n1", place, b"x" * (4 * MIB if place == 20 * MIB else 1))
     code, lines = verify(capsys)
     assert code == 1 and lines[-1] == f"{SUMMARY} status=FAIL disks=1 failures=1"
