@@ -1,4 +1,4 @@
-"""The catalogue: offers of the hardware profiles, and what is free, without naming a machine."""
+"""Catalogue: offers of the hardware profiles and free capacity, without names of machines."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> N
 def test_one_judgement_serves_all_until_something_changes(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member who asks without end, each time for something else, keeps one thread, and no place
-    of another.
+    """A member with endless different queries occupies a single thread; other members still get
+    answers.
     """
     monkeypatch.setattr(catalog.AnswerCache, "FRESH_S", 600.0)
     judged, judge = [], placement.judge
