@@ -141,7 +141,7 @@ def test_of_several_requests_none_waits_in_vain(turn: Loop, netbox: Pass) -> Non
     assert turn.latest()["request_number"] == second > first
     assert turn() == (0, 0)
 
-    # One that comes during a pass is served by the next, and the first stays served.
+    # A request during a pass is served by the next pass, and the earlier request stays served.
     due = sync.READINGS.due(turn.engine)
     third = ask(apply=False)
     reading_ = sync.NetboxReading(due.at, due.event_id, due.request_number)
