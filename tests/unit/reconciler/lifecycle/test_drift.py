@@ -47,7 +47,7 @@ STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
 
 
 class Compared:
-    """Node n1 of a site, compared with what a test says that it holds."""
+    """Node n1 of a site, compared with holdings that the test sets."""
 
     def __init__(self, site: Site) -> None:
         self.site, self.engine = site, site.engine
@@ -109,7 +109,7 @@ def active(compare: Compared) -> str:
 
 
 def stranger(compare: Compared) -> Holdings:
-    """A machine that nobody remembers, on the first slot."""
+    """A machine without a record, on the first slot."""
     holdings = nothing()
     tenant(holdings, STRANGER, compare.bundles(0))
     drop(holdings, "ports", "guards", "files")
@@ -302,7 +302,7 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
 def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
     compare: Compared, way: str
 ) -> None:
-    """What is known of the disk goes with the slot; the proof from before must not outlast it."""
+    """Knowledge of the disk goes with the slot; the proof from before must not outlast it."""
     compare(stranger(compare))
     slot = compare.slots()[0]
     bundle = Bundle.of(vars(slot))
@@ -441,7 +441,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
 
 
 def test_a_lease_of_one_slot_leaves_the_other_slots_of_its_owner_on_sale(sold: Site) -> None:
-    """One of two GPUs died: its slot is withdrawn, and the ledger of its host has its lease."""
+    """A GPU of two died: its slot is withdrawn, and the ledger of its host has its lease."""
     compare = Compared(sold)
     with transaction(sold.engine) as conn:
         key = sold.failed(conn, 2)
@@ -609,7 +609,9 @@ def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, act
 def test_a_host_tells_nothing_of_a_machine_of_another_host(
     compare: Compared, active: str, *, stopped: bool
 ) -> None:
-    """A lying host would start what its project has stopped, or keep off what ran."""
+    """A lying host would start a slice that its project has stopped, or keep a running slice
+    off.
+    """
     compare.site.node("n2", (0,), 1)
     with transaction(compare.engine) as conn:
         theirs = compare.site.active(conn)
@@ -766,7 +768,7 @@ def test_a_host_comes_back_from_maintenance_whose_proof_was_lost(
 
 @pytest.mark.covers("I1", "I3", "I14")
 def test_launches_and_comparisons_at_once(compare: Compared) -> None:
-    """Whoever is first has the slot, or takes it off sale; never both."""
+    """The first has the slot, or takes it off sale; never both."""
     holdings = stranger(compare)
 
     def work(number: int) -> str:
@@ -876,7 +878,7 @@ class TestDue:
             sold.finish(conn, kind)
             self.age(conn, 5 * DAY_S)
             assert self.due(conn, at_once=1) == ["n2", "n1"]
-            # Also one that answers each second time, to count as well again.
+            # n1 uses its own place again; with its answer it counts as healthy.
             drift.queue_comparison(conn, "n1", ADMIN)
             assert self.due(conn, at_once=1) == ["n2"]
             sold.finish(conn, kind)
@@ -917,7 +919,7 @@ class TestDue:
             assert task.cancel_requested
             queue.finish(conn, second, task.lease_token, TaskState.CANCELED, service)
             assert self.due(conn, at_once=1) == ["n3"]
-            # One that a person waits for goes on, and so does one that keeps nobody waiting.
+            # A comparison goes on if a person waits for it, or if it keeps no other waiting.
             third = compared(conn, "n3")
             grow_old(conn)
             assert ended(conn) == []
@@ -991,7 +993,7 @@ class TestDue:
         steps = [row[-1] for row in plan if "tasks" in row[-1]]
         assert steps, plan
         for step in steps:
-            # The state is read of the newest one.
+            # The state is read of the newest task.
             assert "INDEX ix_tasks_latest (kind=? AND node_id=?)" in step, steps
 
     def test_only_slice_hosts_that_answer(self, sold: Site) -> None:

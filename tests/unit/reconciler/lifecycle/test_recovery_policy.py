@@ -186,7 +186,7 @@ def test_it_stops_when_the_slot_does_not_come_back(governed: Governed) -> None:
     assert (stopped.actor, stopped.subject_id) == ("policy", allocation_id)
     slot = governed.do(recovery.blocked)[0]
     assert slot.health_detail["reason"] == "I/O error", "what happened stays readable"
-    # A person goes on from here; what they do clears the mark.
+    # A person goes on from here; their repair clears the mark.
     governed.do(lambda conn: recovery.repair(conn, slot.id, governed.site.act))
     governed.wiped(allocation_id)
     assert governed.statuses()[0] == "available"

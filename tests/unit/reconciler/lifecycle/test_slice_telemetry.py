@@ -104,7 +104,7 @@ def minutes(last: int, first: int = 30, **change: Any) -> list[tuple[float, Any,
     [
         (minutes(0), True),
         (minutes(0)[::4], True),
-        # A value that was never there, and one that is not there now.
+        # A value that was never there, and a value that is missing now.
         ([(at, {**host, "sent_packets": None}, guest) for at, host, guest in minutes(0)], False),
         ([*minutes(1), (-60.0, {"state": "running", "sent_packets": 5}, None)], False),
         # Signs of life.
