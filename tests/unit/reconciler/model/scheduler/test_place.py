@@ -235,7 +235,7 @@ def allowed(view: NodeView, group: tuple[SlotView, ...]) -> bool:
 
 
 def free_slots(view: NodeView) -> list[SlotView]:
-    """Those that can be sold: of the slots that share a card one, and none while it is in use."""
+    """Slots that can be sold: a single slot of a shared card, and none while the card is in use."""
     idle = ("available", "disabled")
     cards = {slot.fabric for slot in view.slots if slot.status not in idle}
     free = []
@@ -315,7 +315,7 @@ def test_the_best_where_much_fits() -> None:
 
 
 def is_the_best(nodes: list[NodeView], want: Want) -> None:
-    """Of every group of free slots that there is, one by one."""
+    """The placement is the best of every group of free slots."""
     placement, gpus = place(Snapshot.of(nodes), want), want.gpus
     options = [
         (rank(view, group), group)
@@ -348,7 +348,7 @@ def test_the_explanation_adds_up(shape: list[Any], gpus: int) -> None:
         assert row["largest"] <= row["free"]
     assert sum(row["free"] for row in explanation["nodes"]) == explanation["free"]
     fits = place(snapshot, want) is not None
-    # Sets leave holes: a larger group may be there where this one is not.
+    # Sets leave holes: a larger group may fit where this group does not.
     assert fits <= (explanation["largest"] >= gpus)
     for offer in explanation["nearest"]:
         assert not fits
