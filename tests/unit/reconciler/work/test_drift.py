@@ -41,7 +41,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def loop(sold: Site, settings: Settings) -> Callable[..., list[Task]]:
-    """The loop after a whole interval; what it has queued."""
+    """The loop after a whole interval; returns the queued tasks."""
 
     def turn(**change: Any) -> list[Task]:
         with transaction(sold.engine) as conn:
