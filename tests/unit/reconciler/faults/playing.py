@@ -121,9 +121,7 @@ def read(path: Path) -> Any:
 
 
 class Scope:
-    """Variables. Values given to the run are data; everything else is a template until it is
-    used.
-    """
+    """Variables. Values given to the run are data; others are templates until they are used."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = dict(given) | {"omit": OMIT}
