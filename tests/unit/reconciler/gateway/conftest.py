@@ -265,9 +265,7 @@ class Mute:
         self._monkeypatch = monkeypatch
 
     def guest(self, stage: str) -> None:
-        """Put a mute server in the place of the guest. It opens no channel, or no terminal in
-        it.
-        """
+        """Put a mute server in place of the guest: it opens no channel, or no terminal in it."""
         world = self._world
         key = str(world.guest.folder / "host_key")
         number = self._listen(key, ca.terminal_principal(world.allocation), stage)

@@ -454,9 +454,7 @@ def dial(world: World, trust: ca.Trust, *words: str, certificate: str = "") -> s
 
 
 def test_a_stolen_authority_is_replaced(world: World, tmp_path: Path) -> None:
-    """The host has the new authority after its comparison; the gateway with the old authority
-    ends.
-    """
+    """The host's comparison brings the new authority; the gateway with the old authority ends."""
     site = world.stack.settings
     shutil.copytree(world.gateway.trust.directory, tmp_path / "stolen")
     stolen, folder = ca.Trust(tmp_path / "stolen"), ca.Trust(ca.gateway_folder(site.state_dir))
@@ -603,9 +601,7 @@ def test_strangers_keep_nobody_out_of_the_audit_log(world: World) -> None:
 
 
 def test_strangers_close_the_door_for_nobody(world: World) -> None:
-    """Connections before login are limited apart; when full, the busiest network loses its
-    first.
-    """
+    """Connections before login are counted apart; if full, the busiest network loses its first."""
     limits = {"connections": 1, "of_address": 1, "strangers": 4, "strangers_of_address": 3}
     world.gateway.limits = replace(world.gateway.limits, login_s=600, **limits)
 
@@ -1147,7 +1143,7 @@ def test_connections_that_were_given_up_are_bounded(world: World, mute: Mute) ->
 
 
 def test_a_refused_session_leaves_no_connection_in_the_machine(world: World) -> None:
-    """Its record is refused when the machine has answered, and no limit counts leftover
+    """Its record is refused after the machine's answer, and no limit counts leftover
     connections.
     """
     world.gateway.limits = replace(QUICK, begun=0, begun_per_s=0.001)

@@ -703,9 +703,7 @@ def test_output_that_is_not_read_stays_in_the_guest(world: World, site: Site) ->
 def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
     world: World, paused: str
 ) -> None:
-    """The client fills its window, or grants a large window and does not read from its
-    connection.
-    """
+    """The client fills its window, or has a large window and does not read from its connection."""
 
     async def read_nothing() -> tuple[int, int]:
         client = await asyncssh.connect(**world.login)
@@ -1025,9 +1023,7 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
 
 
 def test_terminals_of_one_connection_share_a_recording(world: World) -> None:
-    """In parallel and in sequence: the recording can be replayed, and its digest covers all of
-    them.
-    """
+    """In parallel and in sequence: the recording can be replayed, and its digest covers all."""
     with transaction(world.stack.engine) as conn:
         terminals.record_terminals(conn, "demo", ACT, enabled=True)
     admin = world.stack.client("admin")
