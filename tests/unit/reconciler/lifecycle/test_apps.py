@@ -182,7 +182,8 @@ def test_stopping_takes_keys_away_and_frees_the_allocations(made: Apps) -> None:
         assert code(made.create, conn, name="second") == "allocation_in_app"
         made.work(conn, limit=1)
         apps.stop(conn, "p1", id, ADMIN)
-        # Operations that had not begun do not begin, and their keys are removed all the same.
+        # Operations that had not begun do not begin, and the removal of their keys is requested all
+        # the same.
         assert made.seen(conn, id)[2] == [
             "member_add succeeded",
             "member_add failed",

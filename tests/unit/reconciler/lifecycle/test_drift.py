@@ -441,7 +441,7 @@ def test_what_the_last_tenant_left_goes_through_the_ordinary_clean_up(compare: C
 
 
 def test_a_lease_of_one_slot_leaves_the_other_slots_of_its_owner_on_sale(sold: Site) -> None:
-    """A GPU of two died: its slot is withdrawn, and the ledger of its host has its lease."""
+    """One of two GPUs died: its slot is withdrawn, and the ledger of its host has its lease."""
     compare = Compared(sold)
     with transaction(sold.engine) as conn:
         key = sold.failed(conn, 2)
@@ -609,9 +609,7 @@ def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, act
 def test_a_host_tells_nothing_of_a_machine_of_another_host(
     compare: Compared, active: str, *, stopped: bool
 ) -> None:
-    """A lying host would start a slice that its project has stopped, or keep a running slice
-    off.
-    """
+    """A lying host would start a stopped slice of its project, or keep a running slice off."""
     compare.site.node("n2", (0,), 1)
     with transaction(compare.engine) as conn:
         theirs = compare.site.active(conn)
@@ -878,7 +876,7 @@ class TestDue:
             sold.finish(conn, kind)
             self.age(conn, 5 * DAY_S)
             assert self.due(conn, at_once=1) == ["n2", "n1"]
-            # n1 uses its own place again; with its answer it counts as healthy.
+            # A host that answers each second time, to count as healthy, keeps a place of its own.
             drift.queue_comparison(conn, "n1", ADMIN)
             assert self.due(conn, at_once=1) == ["n2"]
             sold.finish(conn, kind)

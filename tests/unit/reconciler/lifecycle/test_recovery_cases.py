@@ -390,9 +390,7 @@ def test_a_slot_that_came_back_and_was_withdrawn_later_is_recovered(story: Story
 
 
 def test_the_host_is_not_asked_about_slots_that_others_have_by_now(sold: Site) -> None:
-    """Another tenant's machine would count as a leftover of this allocation, which would stay
-    blocked.
-    """
+    """Another tenant's machine would count as a leftover, and this allocation stay blocked."""
     story = Story(sold, retrying(sold.engine, lambda conn: str(sold.failed(conn, 2))))
 
     def resell(conn: sa.Connection) -> str:
