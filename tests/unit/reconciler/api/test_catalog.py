@@ -155,9 +155,7 @@ def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> N
 def test_one_judgement_serves_all_until_something_changes(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member with endless different queries occupies a single thread; other members still get
-    answers.
-    """
+    """A member's endless different queries occupy a single thread; others still get answers."""
     monkeypatch.setattr(catalog.AnswerCache, "FRESH_S", 600.0)
     judged, judge = [], placement.judge
     gate = threading.Event()

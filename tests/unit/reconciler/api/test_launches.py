@@ -201,9 +201,7 @@ def test_bad_wishes(selling: Stack, wrong: dict[str, Any], code: str) -> None:
 
 
 def test_a_key_has_one_spelling(selling: Stack) -> None:
-    """The gateway compares keys by text, so another spelling of a key would stay valid after its
-    revocation.
-    """
+    """The gateway compares keys by text, so a revocation would miss another spelling of a key."""
     key = ec.generate_private_key(ec.SECP256R1()).public_key()
     line = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     # Bits that base64 leaves over.

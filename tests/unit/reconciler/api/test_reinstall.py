@@ -254,8 +254,8 @@ def test_a_tenant_takes_no_machine_id_of_another_node_and_few_of_none(metal: Met
     with reading(metal.stack.engine) as conn:
         ids = nodes.get(conn, NODE).tenant_machine_ids
     assert metal.identity["machine_id"] in ids and taken not in ids and len(ids) == 16
-    # The installation that reported them is not new under the last id, nor under the id of the
-    # other node.
+    # The installation that reported them is new neither under the last id nor under the other
+    # node's.
     last = metal.identity["machine_id"]
     for machine_id in (uuid.uuid4().hex, taken):
         metal.answers(machine_id=machine_id)

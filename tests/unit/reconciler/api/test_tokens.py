@@ -158,8 +158,7 @@ def test_a_token_ends_with_the_one_that_made_it(new: Stack) -> None:
         ("member", {"revoked_at": 1.0}, 0),
         ("ci", {"expires_at": 1.0}, 1),
         ("job", {"revoked_at": 1.0}, 2),
-        # Its project is taken away: it opens the other project, and the tokens below it open
-        # nothing.
+        # Its project is taken away: it opens the other, and the tokens below it open nothing.
         ("member", {"project_id": "other"}, 0),
         ("ci", {"project_id": "other"}, 1),
         ("step", {"project_id": "other"}, 3),

@@ -443,9 +443,7 @@ def test_database_and_keys_are_durable_before_a_restore_counts_as_complete(
 
 
 def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
-    """Only an interrupted restore may be repeated: repeating a running one would delete its
-    keys.
-    """
+    """Only an interrupted restore may be repeated: a repetition here would delete its keys."""
     new = settled(tmp_path / "new")
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"

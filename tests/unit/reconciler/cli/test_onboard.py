@@ -42,9 +42,7 @@ class Host:
         self.broken: set[int] = set()
 
     def discovery(self) -> dict[str, Any]:
-        """The recorded discovery, with a fabric function for each free slot, and a disk to
-        erase.
-        """
+        """The recorded discovery, a fabric function for each free slot, and a disk to erase."""
         document = copy.deepcopy(discovery())
         document["identity"] = self.identity
         used = bundle(FREE[0])["nvme_device"] not in self.erased
@@ -153,8 +151,7 @@ def test_it_walks_from_added_to_on_sale_and_resumes_at_each_plan(
     assert kinds(new).count("node.storage_transition.apply") == 1
     with reading(new.engine) as conn:
         assert slots.of_node(conn, NODE) == []
-    # A program reads a single document, although two discoveries and a parity report come before
-    # it.
+    # A program reads a single document, in spite of two discoveries and a parity report before.
     gpuaas("--output", "json", *ONBOARD, "--yes-to", approve)
     assert gpuaas.status == 0, gpuaas.err
     assert {slot["status"] for slot in json.loads(gpuaas.out)} == {"available"}

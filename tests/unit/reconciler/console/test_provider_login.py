@@ -516,8 +516,7 @@ def test_strangers_of_many_networks_do_not_close_the_login(
             until(lambda: len(places._waiting) == len(answers))
         for person, address in people:
             assert person.get(address).headers["Location"] == "/console/"
-        # The exchange that waited longest made way for the first person, who left room for the
-        # second.
+        # The longest-waiting exchange made way for the first person, who left room for the second.
         assert answers[0].result().status_code == 503
         assert "too many logins" in answers[0].result().text
         assert [answer.done() for answer in answers] == [True] + [False] * 7

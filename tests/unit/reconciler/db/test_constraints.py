@@ -137,9 +137,7 @@ def change(conn: sa.Connection, slot: dict[str, Any], **values: Any) -> None:
 
 @pytest.mark.covers("I4")
 def test_available_needs_the_proof_of_its_own_disk_as_it_is_now(conn: sa.Connection) -> None:
-    """I4: refused are no proof, another disk's, an older proof of this disk, and a missing
-    proof.
-    """
+    """I4: no proof, another disk's, an older proof of this disk, a missing proof."""
     slot = second(conn)
     (theirs,) = rows.every(
         conn, sa.select(tables.proofs).where(tables.proofs.c.disk_identity != slot["nvme_identity"])
@@ -256,9 +254,7 @@ def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
 @pytest.mark.covers("I4")
 @pytest.mark.parametrize("by", ["disk", "slot"])
 def test_no_disk_is_proven_under_a_live_claim(conn: sa.Connection, by: str) -> None:
-    """A disk that a tenant may still write to is not proven: the proof would count after the
-    claim.
-    """
+    """No proof of a disk that a tenant may still write to: it would count after the claim."""
     slot = second(conn)
     claim = second_claim(conn)
     if by == "disk":

@@ -1143,9 +1143,7 @@ def test_connections_that_were_given_up_are_bounded(world: World, mute: Mute) ->
 
 
 def test_a_refused_session_leaves_no_connection_in_the_machine(world: World) -> None:
-    """Its record is refused after the machine's answer, and no limit counts leftover
-    connections.
-    """
+    """Its record is refused after the machine's answer; no limit counts leftover connections."""
     world.gateway.limits = replace(QUICK, begun=0, begun_per_s=0.001)
 
     async def ask() -> None:

@@ -501,8 +501,7 @@ def ticket_of_page(site: Site, page: str, cookie: dict[str, str]) -> str:
 def test_a_ticket_opens_one_terminal_of_its_holder(world: World, site: Site) -> None:
     first = site.ticket()
     assert first["path"] == "/terminal" and first["recorded"] is False
-    # Others neither use it nor use it up: another member, and another credential of the same
-    # member.
+    # Neither another member nor another credential of the same member can use it, or use it up.
     for headers in (site.token("stranger"), site.token("admin")):
         with site.open(first["ticket"], headers=headers) as terminal:
             assert terminal.end()[:2] == ("ticket_refused", 4009)

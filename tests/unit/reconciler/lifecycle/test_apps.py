@@ -182,8 +182,7 @@ def test_stopping_takes_keys_away_and_frees_the_allocations(made: Apps) -> None:
         assert code(made.create, conn, name="second") == "allocation_in_app"
         made.work(conn, limit=1)
         apps.stop(conn, "p1", id, ADMIN)
-        # Operations that had not begun do not begin, and the removal of their keys is requested all
-        # the same.
+        # Operations that had not begun do not begin; the removal of their keys is requested.
         assert made.seen(conn, id)[2] == [
             "member_add succeeded",
             "member_add failed",

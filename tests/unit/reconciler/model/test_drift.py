@@ -230,9 +230,7 @@ def test_what_could_not_be_looked_at_is_not_missed(holdings: Holdings, part: str
 @pytest.mark.covers("I14")
 @pytest.mark.parametrize("unsettled", ["slot", "allocation"])
 def test_nothing_is_concluded_where_something_is_at_work(unsettled: str) -> None:
-    """A host without the traces of the current tenant, and with all traces of the previous
-    tenant.
-    """
+    """A host without traces of the current tenant, and with all of the previous tenant's."""
     holdings = nothing()
     tenant(holdings, OLD, {"b": bundle(1)})
     assert len(compare(holdings, RECORDS).differences) > 5

@@ -1,6 +1,4 @@
-"""A number on the fabric belongs to a single project as long as anything of that project is
-live.
-"""
+"""A number on the fabric belongs to one project as long as anything of it is live."""
 
 from __future__ import annotations
 

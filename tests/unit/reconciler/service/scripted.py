@@ -4,7 +4,7 @@ from its input. The id of the process comes back.
 Each is a copy of this process, in which everything is loaded already: a start is a matter of
 milliseconds, so that a test can afford many. Runs are processes of their own that outlive the
 service, as real ones do; their acts are in the file `hosts` of the folder SCRIPTED_FOLDER, a line
-per beginning.
+per start.
 """
 
 from __future__ import annotations

@@ -109,8 +109,7 @@ def test_a_majority_of_templates_proves_nothing(
     ours = "gpuaas.slice"
     named = expecting(site, project=ours, execution_environment=ours, credential=ours)
     wrong = {"project": 6, **summary(project="mallory")}
-    # All other templates point elsewhere: the expected template is launched if its project is
-    # known.
+    # All others point elsewhere: the right template is launched if its project is known.
     awx.begin(changed=dict.fromkeys(OTHERS, wrong))
     launch.launch(named, spec("run-2"))
     text = refused(site).found
