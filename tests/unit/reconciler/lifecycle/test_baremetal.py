@@ -275,7 +275,7 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
     with transaction(machines.engine) as conn:
         key = machines.active(conn)
         first, *others = baremetal.claim_of(conn, key).disks
-        assert others, "it has more than the one that dies"
+        assert others, "other disks than the dying disk"
         launch.release(conn, key, machines.act)
         task = machines.releasing(conn, key)
         failed = {"fence": task.parameters["fence"], "step": "Wipe the disks", "error": ERROR}
@@ -304,7 +304,7 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         machines.end(conn, held)
         assert node(conn).unclean_allocation_id == ""
         kinds = {proof.kind for proof in wipes.proofs_of_disk(conn, gone)}
-        assert kinds <= {"transition"}, "nobody says that it was wiped after its tenant"
+        assert kinds <= {"transition"}, "no proof of a wipe after its tenant"
         assert allocations.get(conn, key).state == "released"
 
         # A power cycle brings the disk back, with its tenant's bytes.

@@ -822,7 +822,7 @@ class TestDue:
             task = drift.queue_comparison(conn, "n1", ADMIN)
             assert (task.priority, task.exclusive) == (-1, False)
             assert self.due(conn) == ["n2"]
-            assert self.due(conn, at_once=1) == [], "one is under way"
+            assert self.due(conn, at_once=1) == [], "a comparison is running"
             lost = sa.update(tables.nodes).where(tables.nodes.c.id == "n1")
             conn.execute(lost.values(state="unreachable"))
             assert self.due(conn, at_once=1) == ["n2"], "its look waits until it is back"
@@ -866,7 +866,7 @@ class TestDue:
             self.age(conn, DAY_S + 1)
             drift.queue_comparison(conn, "n1", ADMIN)
             (task,) = leasing.lease(conn, "worker", kinds=[kind])
-            assert self.due(conn, at_once=1) == [], "one is under way"
+            assert self.due(conn, at_once=1) == [], "a comparison is running"
             began = tables.tasks.c.started_at - drift.SLOW_S - 1
             conn.execute(sa.update(tables.tasks).values(started_at=began))
             assert self.due(conn, at_once=1) == ["n2"]
@@ -955,7 +955,7 @@ class TestDue:
             self.age(conn, 1)
             drift.queue_comparison(conn, "n1", ADMIN)
             assert drift.overdue_nodes(conn) >= DAY_S
-            assert drift.failing_nodes(conn) == 1, "also while the next one is open"
+            assert drift.failing_nodes(conn) == 1, "also while the next comparison is open"
             sold.finish(conn, kind, TaskState.SUCCEEDED)
             assert drift.overdue_nodes(conn) < 60 and drift.failing_nodes(conn) == 0
             host.lost(conn, "n1", ADMIN)
@@ -966,9 +966,9 @@ class TestDue:
         kind = TaskKind.SLICE_DRIFT_RECONCILE
         with transaction(sold.engine) as conn:
             assert drift.queue_unasked(conn, "n1", ADMIN, pause_s=300)
-            assert not drift.queue_unasked(conn, "n1", ADMIN), "one is open"
+            assert not drift.queue_unasked(conn, "n1", ADMIN), "a comparison is open"
             sold.finish(conn, kind)
-            assert not drift.queue_unasked(conn, "n1", ADMIN, pause_s=300), "one was just made"
+            assert not drift.queue_unasked(conn, "n1", ADMIN, pause_s=300), "just compared"
             assert drift.queue_unasked(conn, "n1", ADMIN)
             sold.finish(conn, kind, TaskState.FAILED)
             self.age(conn, DAY_S)

@@ -130,7 +130,7 @@ def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sol
         host.lost(conn, "n1", sold.act)
         assert code(host.retire, conn, "n1", sold.act) == "node_in_use"
         recovery.force_release(conn, first, sold.act)
-        assert code(host.retire, conn, "n1", sold.act) == "node_in_use", "one is being built"
+        assert code(host.retire, conn, "n1", sold.act) == "node_in_use", "a slice is being built"
         late = sold.late(conn, "allocation", second)
         assert recovery.expire(conn, late, sold.act)
         waiting = queue.enqueue(conn, look("n1"), sold.act)
@@ -261,6 +261,6 @@ def test_deadlines_end_in_events(sold: Site) -> None:
         assert acted["slot"]
         assert not acted["allocation"], "it went with its slot"
         assert not acted["node"]
-        assert sold.statuses(conn)[0] == "available", "nobody had begun anything"
+        assert sold.statuses(conn)[0] == "available", "no work had begun"
         allocation = rows.get(conn, Allocation, allocation_id)
         assert allocation.error["code"] == "deadline_passed"

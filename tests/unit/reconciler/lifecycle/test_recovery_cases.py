@@ -573,7 +573,7 @@ def test_a_person_takes_over_from_the_policy(story: Story) -> None:
     assert story.case() == case
     assert story.open(BOB) == case.id
     story.answer(absent=False)
-    assert story.play().state == "cleaning", "what is left may be removed now"
+    assert story.play().state == "cleaning", "leftovers may be removed now"
     (forced,) = story.audited(recovery.FORCE_CLEANUP)
     assert forced.actor == "admin:bob"
     story.wipe(fails=True)

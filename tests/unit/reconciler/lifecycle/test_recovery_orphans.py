@@ -242,4 +242,4 @@ def test_a_blocked_slot_that_nobody_ever_had_can_be_repaired(sold: Site) -> None
         cleaned(sold, conn, task)
         assert sold.statuses(conn) == ["available", "available"]
         absences = conn.execute(sa.select(tables.absences.c.id)).all()
-        assert absences == [], "it was nobody's"
+        assert absences == [], "the slot had no owner"

@@ -71,7 +71,7 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
         mine = on_either.active(conn)
         off = snapshot(mine, state="shut off")
         look = partial(slice_telemetry.switched_off, conn, "n1")
-        assert look(off) == [mine], "one that is to run and was never seen"
+        assert look(off) == [mine], "a slice that should run and was never seen"
         slice_telemetry.record(conn, "n1", snapshot(mine))
         assert look(snapshot(mine)) == []
         assert slice_telemetry.switched_off(conn, "n2", off) == []

@@ -533,7 +533,7 @@ def test_dead_letters_that_always_fail_keep_no_others_from_coming_back(queue: Qu
         assert (given_up.status, given_up.error["code"]) == ("canceled", "function_failed")
         assert jobs.cancel_all(conn, "p1", ADMIN, dead=True) == 1
     queue.bury(1)
-    assert len(queue.reprocess(None)) == 1, "what was given up is no bad sample"
+    assert len(queue.reprocess(None)) == 1, "a canceled job is no bad sample"
 
 
 def test_dead_letters_of_one_model_come_back_without_those_of_another(queue: Queue) -> None:

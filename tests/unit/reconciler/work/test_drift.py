@@ -90,7 +90,7 @@ def test_the_leader_asks_and_the_records_learn(
 ) -> None:
     (task,) = loop()
     assert (task.kind, task.requested_by) == ("slice.drift_reconcile", "reconciler")
-    assert [row.id for row in loop()] == [task.id], "one is asked for already"
+    assert [row.id for row in loop()] == [task.id], "a comparison is queued already"
     with transaction(sold.engine) as conn:
         first = slots.of_node(conn, "n1")[0]
     holdings = nothing()

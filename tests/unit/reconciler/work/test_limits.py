@@ -122,7 +122,7 @@ def test_a_run_lasts_for_all_the_limits_that_it_hands_to_its_host(
     # A run of power stops a guest or starts it anew, each within the same limit.
     names = [*dict.fromkeys(handed(kind)), *unlimited(kind), *twice]
     limits = [value_of(spec, name) for name in names]
-    assert sum(limits) > plain, "shorter ones would pass whatever the deadline is"
+    assert sum(limits) > plain, "shorter limits would fit any deadline"
     assert spec.deadline_s > sum(limits)
 
 

@@ -1,8 +1,7 @@
 """Outcomes that only the schema refuses: the task ends by name, and nothing is freed.
 
 The rules are the schema's own, or a rule that a newer version might have: no function of ours
-checks it. A worker that took the refusal for a database that is away would come back to it for
-ever.
+checks it. A worker that took the refusal for a database that is away would retry it for ever.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def test_its_slot_waits_for_evidence(
         assert (task.state, error["code"]) == ("failed", "outcome_refused")
         assert error["found"] == TOLD
         kept = error["evidence"].get("failure", error)
-        assert kept["evidence"] == (end.result or {})["evidence"], "what the host said"
+        assert kept["evidence"] == (end.result or {})["evidence"], "the host's evidence"
         if outcome is untouched:
             assert (kept["code"], kept["found"]) == ("no_clone", "no such image")
         row = allocations.get(conn, key)

@@ -259,7 +259,7 @@ def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
     waits = [until_answered() for _ in range(7)]
     assert waits == [FIRST_S, *(FIRST_S * 2**number for number in range(1, 5)), 120, 120]
     now[0] += FORGET_S
-    assert until_answered() == FIRST_S, "a host that was well since is one that restarts"
+    assert until_answered() == FIRST_S, "a host that was well since may be restarting"
 
 
 def test_a_host_that_hangs_keeps_no_other_from_being_seen_again(

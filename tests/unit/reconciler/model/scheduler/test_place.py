@@ -90,7 +90,7 @@ def test_one_switch_and_the_one_that_is_broken_into() -> None:
     pairs[2] = replace(pairs[2], status="active")
     crossed = Snapshot.of([node("a", *pairs)])
     assert _placed(crossed, Want(2)).slot_ids == ("a0", "a1")
-    assert _placed(crossed, Want(1)).slot_ids == ("a3",), "the lone one, no pair is broken"
+    assert _placed(crossed, Want(1)).slot_ids == ("a3",), "the single slot, no pair is broken"
     assert _placed(crossed, Want(4)).slot_ids == ("a0", "a1", "a4", "a5")
 
 
