@@ -261,7 +261,7 @@ def test_of_two_that_begin_alike_the_one_that_runs_is_meant(holdings: Holdings) 
 
 
 def test_a_host_that_reports_thousands_of_traces_costs_little(holdings: Holdings) -> None:
-    """Every comparison is kept for years."""
+    """Every comparison is kept, and comparisons go on for years."""
     owners = [str(uuid.UUID(int=number)) for number in range(4096)]
     runs = {"state": "running", "active": True, "devices": [], "disks": []}
     for number, owner in enumerate(owners):
