@@ -43,7 +43,7 @@ def code(call: Callable[..., object], *args: Any, **named: Any) -> str:
 
 
 class Database:
-    """One engine for all tests (its compiled statements are worth keeping), a file per test."""
+    """An engine for all tests (its compiled statements are worth keeping), a file per test."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "store.db"
@@ -82,7 +82,7 @@ def server() -> Iterator[str]:
 
 
 class PostgresDatabase:
-    """The same on PostgreSQL: one engine, and for each test a new copy of a migrated database."""
+    """The same on PostgreSQL: an engine, and for each test a new copy of a migrated database."""
 
     def __init__(self, server: str) -> None:
         self.admin = sa.create_engine(server, isolation_level="AUTOCOMMIT")
@@ -135,7 +135,7 @@ def engine(database: Database, template: Path) -> sa.Engine:
 
 
 class Site:
-    """One or more nodes, brought to where slots are sold."""
+    """Nodes, brought to where slots are sold."""
 
     act = ADMIN
 
@@ -242,7 +242,7 @@ class Site:
     def finish(
         self, conn: sa.Connection, kind: TaskKind, state: TaskState = TaskState.SUCCEEDED
     ) -> Task:
-        """Lease and finish the one task of a kind."""
+        """Lease and finish the only task of a kind."""
         (task,) = leasing.lease(conn, "worker", kinds=[kind])
         return queue.finish(conn, task.id, task.lease_token, state, ADMIN)
 
@@ -251,7 +251,7 @@ class Site:
         return wipes.proofs(conn, allocation_id)
 
     def late(self, conn: sa.Connection, entity: str, key: str) -> Overdue:
-        """A record whose deadline passes now, as whoever looks for such finds it."""
+        """A record whose deadline passes now, as `journal.overdue` returns it."""
         table = ENTITIES[entity].table
         conn.execute(sa.update(table).where(table.c.id == key).values(deadline_at=1.0))
         (row,) = (row for row in journal.overdue(conn) if (row.entity, row.id) == (entity, key))

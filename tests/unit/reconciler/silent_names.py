@@ -14,7 +14,7 @@ NAME = "silent.example"
 
 
 class Lookups:
-    """Lookups of the name: how many began, and whether one has come to its end."""
+    """Lookups of the name: how many began, and whether a lookup has ended."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -23,7 +23,7 @@ class Lookups:
 
 @contextmanager
 def silent_name() -> Iterator[Lookups]:
-    """Let lookups of the name hang until the end, and for no longer than those of a real one."""
+    """Let lookups of the name hang until the end, and for no longer than lookups of a real name."""
     lookups, answer, look_up = Lookups(), threading.Event(), socket.getaddrinfo
 
     def hang(host: Any, *arguments: Any, **named: Any) -> Any:

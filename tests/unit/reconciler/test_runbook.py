@@ -57,7 +57,7 @@ RETURN = """curl -sS -X POST \\
     "runtime_verified_absent": true
   }' | jq
 """
-# Where an operator's machine has them and this one does not.
+# Tools that an operator's machine has and this machine lacks.
 STAND_INS = {"jq": "exec cat", "uuidgen": "exec cat /proc/sys/kernel/random/uuid"}
 
 

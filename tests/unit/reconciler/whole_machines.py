@@ -31,7 +31,7 @@ class Machines:
         self.site, self.engine, self.act = site, site.engine, site.act
         # Identity of machines that were installed anew, by node.
         self.installed: dict[str, dict[str, Any]] = {}
-        # What discovery reports of the firmware, by section; None: that it cannot be read.
+        # Firmware that discovery reports, by section; None: it cannot be read.
         self.firmware: dict[str, dict[str, str] | None] = {}
         # Serial numbers that hosts report, by node.
         self.serials: dict[str, str] = {}
@@ -126,7 +126,7 @@ class Machines:
         return task
 
     def evidence(self, conn: sa.Connection, allocation_id: str, **more: Any) -> dict[str, Any]:
-        """What a release finds on a host that is clean."""
+        """Evidence of a release on a clean host."""
         wiped = {
             disk["slot_id"]: {
                 "disk": f"eui.{disk['nvme_eui']}",

@@ -37,7 +37,7 @@ def roles(operation: Document) -> set[str]:
 
 
 class Conformity:
-    """Answers against one OpenAPI document."""
+    """Check of answers against an OpenAPI document."""
 
     def __init__(self, document: Document) -> None:
         self.document = document

@@ -94,7 +94,7 @@ def bundle(index: int) -> dict[str, Any]:
 
 @dataclass
 class Stack:
-    """One service on a database of its own, and a client for each kind of caller."""
+    """A service with its own database, and a client for each kind of caller."""
 
     settings: Settings
     engine: Engine
@@ -102,7 +102,7 @@ class Stack:
 
     def client(self, who: str = "", *, base: str = f"{PREFIX}/", **options: Any) -> Client:
         headers = {"Authorization": f"Bearer {self.secrets[who]}"} if who else {}
-        # One application serves all tests, one after the other, because building it takes seconds.
+        # All tests share an application, because building it takes seconds.
         app = _application()
         if app.state.engine is not self.engine:
             app.state.rates, app.state.availability = Rates(), AnswerCache()
@@ -200,7 +200,7 @@ def migrated(folder: Path) -> Path:
 
 
 def copy_database(stack: Stack, folder: Path) -> Path:
-    """Copy the database to one file."""
+    """Copy the database into a single file."""
     target = folder / "reconciler.db"
     source = sqlite3.connect(stack.settings.state_dir / "reconciler.db")
     copied = sqlite3.connect(target)

@@ -52,7 +52,7 @@ def create(stack: Stack, allocation: str, key: str = "k", who: str = "member", *
 
 
 def put_there(stack: Stack) -> None:
-    """A worker ends what is queued of keys."""
+    """Complete the queued key tasks as a worker does."""
     with transaction(stack.engine) as conn:
         for task in leasing.lease(conn, "w", kinds=[KIND], limit=9):
             given = task.parameters

@@ -1,4 +1,4 @@
-"""A whole machine through the API: the default shape, what its tenant sees, what an admin does."""
+"""Whole machines in the API: default shape, the tenant's view, the admin's operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["gpuaas"]
 
 PATH = "projects/demo/allocations"
 ADMIN = "admin/nodes/metal"
-# No capacity_shape: a whole machine is what one gets without asking for anything else.
+# No capacity_shape: a whole machine is the default.
 BODY = {"username": "tenant", "ssh_keys": [KEY], "hostname": "metal-1"}
 NODE = {
     "id": "metal",
@@ -42,7 +42,7 @@ NODE = {
 
 @pytest.fixture
 def metal(new: Stack) -> Stack:
-    """A machine that is enrolled and discovered as what it is."""
+    """A bare-metal machine that is enrolled and discovered."""
     assert new.client("admin").post("admin/nodes", json=NODE).status_code == 201
     with transaction(new.engine) as conn:
         assert nodes.get(conn, "metal").mode == NodeMode.BAREMETAL
@@ -139,7 +139,7 @@ def test_a_machine_runs_the_workers_of_its_pool_until_its_release(
 def test_the_catalogue_counts_free_machines_by_sku_and_region(metal: Stack) -> None:
     with transaction(metal.engine) as conn:
         conn.execute(sa.update(node_table).values(region="north"))
-    # A region with whole machines only is one, and not to come.
+    # A region with only whole machines counts as open, not as planned.
     metal.settings = metal.settings.model_copy(update={"planned_regions": "north"})
     member = metal.client("member")
 

@@ -46,7 +46,7 @@ ERROR = {
 
 
 def canaries(stack: Stack) -> set[str]:
-    """Every text of the node and its slots, and what was planted where texts are kept."""
+    """Every text of the node and its slots, and the canaries planted in stored texts."""
     with transaction(stack.engine) as conn:
         report = {"bmc": {"address": BMC}, **discovery()}
         host.record_discovery(conn, NODE, report, ACT)
@@ -65,7 +65,7 @@ def canaries(stack: Stack) -> set[str]:
 
 
 class Watch:
-    """Everything that one member was ever answered."""
+    """Records every answer to a member."""
 
     def __init__(self, stack: Stack) -> None:
         self.client = stack.client("member")
@@ -141,7 +141,7 @@ def test_a_member_is_told_nothing_of_the_host(selling: Stack) -> None:
     member.look(second)
     member.ask("GET", f"admin/nodes/{NODE}/resource-slots")
     for answer in member.answers:
-        # The path is what the caller wrote itself.
+        # The caller wrote the path itself.
         body = json.dumps({**answer.json(), "instance": ""}).lower()
         leaked = [canary for canary in planted if canary in body + str(answer.headers).lower()]
         assert not leaked, (str(answer.request.url), answer.status_code, leaked, body)
@@ -170,7 +170,7 @@ def infer(stack: Stack, member: Watch) -> None:
 
 
 def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:
-    """An application on it, whose controller and whose operations say what no tenant is told."""
+    """An application whose controller and operations report texts that tenants must not see."""
     at = "projects/demo/app-instances"
     body = {"slug": "slurm-reference", "name": "s", "managed_key": KEY}
     body["controller_allocation_id"] = allocation_id
@@ -192,7 +192,7 @@ def deploy(stack: Stack, member: Watch, allocation_id: str) -> None:
 
 def forward(stack: Stack, member: Watch, allocation_id: str) -> None:
     """A rule of ingress that its host refused, in words of the host."""
-    with_addresses(stack).client()  # the one application serves by the new settings
+    with_addresses(stack).client()  # the shared application uses the new settings
     at, headers = f"{PATH}/{allocation_id}/ingress", {"Idempotency-Key": "ingress"}
     made = member.ask("POST", at, json=ingress_body(), headers=headers)
     with transaction(stack.engine) as conn:
@@ -213,7 +213,7 @@ def used(answers: list[httpx.Response]) -> set[str]:
 
 
 def permitted() -> set[str]:
-    """Every operation that members may use: a new one must be walked through above as well."""
+    """Every operation open to members; a new operation must be added to the walk above."""
     return {name for name, _, _ in member_operations()}
 
 

@@ -1,4 +1,4 @@
-"""The catalogue: offers of the hardware profiles, and what is free, without naming a machine."""
+"""Catalogue: offers of the hardware profiles and free capacity, without names of machines."""
 
 from __future__ import annotations
 
@@ -155,9 +155,7 @@ def test_availability_follows_launches_and_names_no_machine(selling: Stack) -> N
 def test_one_judgement_serves_all_until_something_changes(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member who asks without end, each time for something else, keeps one thread, and no place
-    of another.
-    """
+    """A member's endless different queries occupy a single thread; others still get answers."""
     monkeypatch.setattr(catalog.AnswerCache, "FRESH_S", 600.0)
     judged, judge = [], placement.judge
     gate = threading.Event()

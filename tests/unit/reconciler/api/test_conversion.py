@@ -142,7 +142,7 @@ def test_a_dead_slot_goes_to_the_host_with_the_conversion(selling: Stack) -> Non
         host.record_discovery(conn, NODE, {**document, "nvme": alive}, ACT)
         dead = slot_life.withdraw(conn, slot.id, why)
         (kept,) = slot_records.of_node(conn, NODE)
-        # One that was free is withdrawn as well: the host holds nothing of it.
+        # A free slot is withdrawn as well: the host holds nothing of it.
         slot_life.withdraw(conn, slot_life.disable(conn, kept.id, ACT).id, ACT)
     selling.client("admin").post(PATH, json={"to": "baremetal"})
     with transaction(selling.engine) as conn:
@@ -202,7 +202,7 @@ def test_not_while_somebody_is_on_the_node(selling: Stack, state: SlotState) -> 
     assert (refused.status_code, refused.json()["code"]) == (409, "node_in_use")
     assert f" {state}" in refused.json()["found"]
     assert mode(selling) == before
-    # Nothing of it has happened: what is on sale is so still.
+    # Nothing has changed: the slots on sale are still on sale.
     assert [slot["status"] for slot in admin.get(SLOTS).json()["items"]] == statuses
     assert len(admin.get("admin/tasks").json()["items"]) == tasks
 
@@ -255,7 +255,7 @@ def test_one_call_leads_to_a_proven_host_and_a_takeover_to_slots_on_sale(selling
             proofs.record_transition(conn, NODE, proof, ACT)
         assert not gate.open_gate(conn, NODE, ACT)["closed"]
     assert {slot["status"] for slot in admin.get(SLOTS).json()["items"]} == {"available"}
-    # Each names the next, under one correlation id, and the node's timeline has them all.
+    # Each task names the next under the same correlation id; the node's timeline has them all.
     assert first["id"] == story[0]["id"]
     assert [task["result"].get("next_task_id") for task in story] == [
         *(task["id"] for task in story[1:]),

@@ -44,7 +44,7 @@ def test_enrolment(new: Stack) -> None:
     response = new.client().post(PATH, json=sent)
     assert response.status_code == 200, response.text
     assert set(response.json()) == {"certificate", "user_ca", "principals", "preflight"}
-    # What the machine is to look at, by the profile that it was added with.
+    # The preflight checks come from the profile of the node.
     preflight = response.json()["preflight"]
     assert preflight["environment"]["GPUAAS_SLICE_GPU_IDS"] == "1234:11e8"
     assert preflight["script"].startswith("#!/bin/sh")
@@ -166,7 +166,7 @@ def test_an_expired_token_or_ticket_opens_nothing(new: Stack) -> None:
 
 @pytest.mark.covers("P7")
 def test_a_token_ends_with_the_issue_of_the_next(new: Stack) -> None:
-    """The script with the first may be in the hands of somebody else."""
+    """A script with the first token may be in the wrong hands."""
     first, second = body(new), body(new)
     answers = [new.client().post(PATH, json=sent).status_code for sent in (first, second)]
     assert answers == [401, 200]
@@ -235,7 +235,7 @@ def keys(folder: Path, *names: str) -> list[str]:
 
 
 def revoked(stack: Stack) -> list[str]:
-    """What ssh-keygen finds revoked for the node in the file that connections are judged by."""
+    """Host keys that ssh-keygen finds revoked for the node in the known_hosts file."""
     path = ca.known_hosts(ca.open_trust(stack.settings.state_dir))
     lines = keygen.run("-F", NODE, "-f", str(path)).splitlines()
     marked = [line for line in lines if line.startswith("@revoked ")]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.covers("CTRL-8")
 
 
 def running(stack: Stack) -> Task:
-    """A task with a run that has said one thing."""
+    """A task with a run that has emitted a single event."""
     stack.client("admin").post(f"admin/nodes/{NODE}/parity")
     task = stack.lease()
     with transaction(stack.engine) as conn:

@@ -28,11 +28,11 @@ from tests.unit.reconciler.api.test_security import app_instance
 # asks PostgreSQL only: its types, ranges and texts are narrower.
 EXAMPLES = {"admin": 2, "member": 2, "node": 1, "": 1}
 ON_POSTGRESQL = {"admin": 4, "member": 3}
-# What must be among the answers, or the requests tried too little.
+# Status codes that must occur; without them the requests covered too little.
 EXPECTED = {"admin": {200, 404, 409, 422}, "member": {200, 403, 422}, "node": {403}, "": {401}}
 # An endless answer: its own test reads it.
 STREAMS = {"tasks_events"}
-# Its 503 is what it is for: no worker lives here.
+# Answers 503 by design: there is no worker here.
 SAYS_UNREADY = {"/readyz"}
 # A request that came before may have put the site's jobs into maintenance.
 DRAINED = "maintenance"
@@ -42,7 +42,7 @@ Known = tuple[Stack, dict[str, str]]
 
 @pytest.fixture(scope="module")
 def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
-    """The service that sells two slots, on PostgreSQL, and what is there."""
+    """The service that sells two slots, on PostgreSQL, and its known objects."""
     with running(fsync=False) as server:
         state = Settings(state_dir=tmp_path_factory.mktemp("state"), database_url=server.url)
         stack = Stack(state, open_engine(server.url))
@@ -74,7 +74,7 @@ def repeat(client: Client, request: dict[str, Any]) -> str:
     if not any(request["headers"].get(name) for name in HEADERS):
         request["headers"]["Idempotency-Key"] = str(uuid.uuid4())
         if not client.request(**request).is_success:
-            return "once"  # what it asks for can be done a single time
+            return "once"  # the operation can be done only once
     again = client.request(**request)
     if again.headers.get("Idempotency-Replayed") == "true":
         return "replayed"
@@ -97,7 +97,7 @@ def test_no_request_breaks_the_service(selling: Stack, role: str) -> None:
 @pytest.mark.covers("CTRL-1", "CTRL-10")
 @pytest.mark.parametrize("role", ON_POSTGRESQL)
 def test_no_request_breaks_the_service_on_postgresql(postgresql: Known, role: str) -> None:
-    """What SQLite lets pass, this database refuses: types, ranges, bytes in a text."""
+    """PostgreSQL refuses values that SQLite accepts: types, ranges, bytes in a text."""
     fuzz(postgresql, role, ON_POSTGRESQL[role])
 
 
@@ -137,7 +137,7 @@ def fuzz(there: Known, role: str, examples: int) -> None:
                 names = case.path_parameters
                 names.update({name: ids[name] for name in names if name in ids})
             request = case.as_transport_kwargs(base_url="http://test")
-            # Who asks is not part of what is tried out.
+            # The caller is not part of the fuzzed input.
             request["headers"] = {
                 name: value
                 for name, value in request["headers"].items()

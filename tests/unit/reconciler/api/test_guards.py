@@ -127,7 +127,7 @@ def test_of_two_at_once_one_wins(new: Stack) -> None:
         assert sorted(pool.map(change, "abcd")) == [200, 412, 412, 412]
 
 
-# A body that each of them takes, were it not for the tag; {} where it needs none. One that is
+# A body that each operation accepts apart from the tag; {} where it needs none. An operation
 # missing here is refused for its body, not for its tag, and fails the test.
 BODIES: dict[str, dict[str, Any]] = {
     "allocations_change_power": {"action": "stop"},
@@ -161,7 +161,7 @@ def is_guarded(operation: dict[str, Any]) -> bool:
 
 
 def test_whatever_changes_a_record_with_a_tag_is_guarded() -> None:
-    """What answers with a record as it is now, and its new ETag, has changed that record."""
+    """An operation that answers with a record and its new ETag has changed that record."""
     answers = {
         operation["operationId"]: operation["responses"].get("200", {}).get("headers", {})
         for _, _, operation in changing()
@@ -201,7 +201,7 @@ def test_a_wrong_tag_is_refused_wherever_one_is_taken(selling: Stack) -> None:
 
 
 def test_a_task_is_canceled_only_as_it_was_read(selling: Stack) -> None:
-    """What was queued runs by now: another decision."""
+    """The task began to run after the read, so the cancellation is another decision."""
     admin = selling.client("admin")
     allocation = launch(selling).json()["id"]
     (task,) = admin.get(f"admin/allocations/{allocation}").json()["tasks"]

@@ -1,4 +1,4 @@
-"""A launch with a worker pool: what a member may name, and what is refused before any claim."""
+"""Launches with a worker pool: names open to a member, and refusals before any claim."""
 
 from __future__ import annotations
 

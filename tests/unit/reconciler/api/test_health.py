@@ -81,6 +81,6 @@ def test_numbers_are_for_admins_and_name_nobody(selling: Stack) -> None:
     assert not [line for line in lines if "gpuaas_netbox" in line or "gpuaas_maas" in line]
     counted = [line for line in lines if "seconds_count" in line]
     assert any('route="/admin/nodes/{node_id}",status="404"' in line for line in counted)
-    # Neither what somebody sent nor where a host is.
+    # Neither request contents nor host addresses.
     assert "canary" not in answer.text
     assert "192.0.2.7" not in answer.text

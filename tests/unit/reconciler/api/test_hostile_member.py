@@ -93,7 +93,7 @@ def limit(stack: Stack, project: str, **limits: int) -> None:
 
 @pytest.fixture
 def objects(selling: Stack) -> dict[str, str]:
-    """What the victim has."""
+    """Objects of the victim."""
     with_addresses(selling)
     instance = app_instance(selling)
     mine = launch(selling).json()["id"]
@@ -154,7 +154,7 @@ def test_no_operation_reaches_the_objects_of_another_project(
 
 
 def as_a_whole(stack: Stack, names: dict[str, str]) -> dict[str, Any]:
-    """What the attacker reads of its project and of its own objects, from the contract."""
+    """The attacker's view of its project and its own objects, by every GET operation."""
     documents = {}
     for verb, path, operation in operations():
         whole = "{project_id}" in path and set(re.findall("{(.*?)}", path)) <= set(names)
@@ -164,7 +164,7 @@ def as_a_whole(stack: Stack, names: dict[str, str]) -> dict[str, Any]:
             answer = stack.client(ATTACKER).get("http://test" + path.format(**names))
             assert answer.status_code == 200, (path, answer.text)
             document = answer.json()
-            # Up to the present moment, or since one before it.
+            # The bounds of the period move with the clock.
             for moment in ("to", "since"):
                 document.pop(moment, None)
             # A machine's time goes on; the number of machines does not.
@@ -231,7 +231,7 @@ def test_no_act_on_all_jobs_reaches_those_of_another_project(
     assert sample.is_success, sample.text
     enqueue(selling)
     before = kept(selling)[jobs_table.name]
-    # Of two dead letters one waits again, which the victim's next request for all has to await.
+    # One of two dead letters is pending again; the victim's next request for all must wait for it.
     statuses = ["dead_letter", "done", "pending", "pending"]
     assert sorted(job.status for job in before) == statuses
     for path, wish, nothing in (
@@ -391,7 +391,7 @@ def test_requests_of_a_member_that_take_long_stop_nobody_else(
 def test_a_token_that_is_revoked_while_a_request_waits_opens_nothing(
     selling: Stack, over: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has stolen it may have sent a thousand requests, which wait for each other."""
+    """A thief may have sent a thousand requests, which wait for each other."""
     monkeypatch.setattr(security, "PLACES", 1)
     app = create_app(selling.settings, selling.engine)
     theirs = {"Authorization": f"Bearer {selling.secrets[ATTACKER]}"}
@@ -561,7 +561,7 @@ def test_a_member_who_changes_things_without_end_does_not_fill_the_records(
         wish = {"enabled": number % 2 == 0}
         return attack(selling, "PUT", path.format("other"), json=wish)
 
-    # What is refused leaves nothing, and is not counted.
+    # A refused request leaves no rows and is not counted.
     for _ in range(9):
         assert attack(selling, "PUT", path.format("other"), json={}).status_code == 422
     assert [switch(number).status_code for number in range(5)] == [200] * 4 + [429]
@@ -569,7 +569,7 @@ def test_a_member_who_changes_things_without_end_does_not_fill_the_records(
     answer = refused(selling, lambda: switch(5))
     assert (answer["code"], answer["retry_after_s"]) == ("rate_exceeded", 2)
     assert kept(selling) == before
-    # Others change what they want, and jobs have limits of their own.
+    # Other members are not limited, and jobs have their own limits.
     permitted = selling.client(VICTIM).put(path.format("demo"), json={"enabled": True})
     assert permitted.status_code == 200
     with_model(selling)
@@ -596,7 +596,7 @@ def test_keys_and_rules_are_added_at_the_pace_of_people(
     assert answer.status_code == 200
     permitted = selling.client(VICTIM).post("projects/demo/ssh-keys", json={"public_key": names[2]})
     assert permitted.status_code == 201
-    # Invented keys leave rows, too; that of a machine is known, and a damaged one may be, too.
+    # Invented keys leave rows, too; a machine's key is known, and a damaged key may be known.
     damaged = {"public_key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"}
     assert attack(selling, "POST", f"{keys}/revoke", json=damaged).status_code == 429
     answer = attack(selling, "POST", f"{keys}/revoke", json={"public_key": names[2]})
@@ -699,7 +699,7 @@ def test_launches_that_do_not_fit_are_explained_one_at_a_time(
 
 
 def test_whole_machines_take_no_slot(selling: Stack) -> None:
-    """A slice host without a slice is a whole machine, but nobody's request makes it one."""
+    """A request never turns a slice host without slices into a whole machine."""
     wish = {**MACHINE, "ssh_keys": [OWN_KEY]}
     for _ in range(5):
         answer = refused(
@@ -748,7 +748,7 @@ def test_a_slot_on_which_launches_of_two_projects_failed_is_left_to_people(selli
     fail(selling, grab(selling).json()["id"])
     recover(selling)
     assert theirs in blocked(selling)
-    # Two projects of one person do not keep slot after slot off sale: they fail everywhere.
+    # Two projects of the same person do not keep slot after slot off sale: they fail everywhere.
     fail(selling, launch(selling, "again").json()["id"])
     recover(selling)
     assert blocked(selling) == []
@@ -851,7 +851,7 @@ def test_a_reason_reads_as_it_was_written(selling: Stack, mark: str) -> None:
 
 
 def test_a_registered_key_ends_with_the_token_that_registered_it(selling: Stack) -> None:
-    """Whoever has stolen a token would else keep a way into the machines."""
+    """Otherwise a thief of the token would keep access to the machines."""
     mine = grab(selling).json()["id"]
     activate(selling, mine)
     answer = attack(selling, "POST", "projects/other/ssh-keys", json={"public_key": KEY})

@@ -36,7 +36,7 @@ def test_a_repeated_act_is_done_once(new: Stack) -> None:
     first = admin.post("admin/projects", json={"name": "p"}, headers={"Idempotency-Key": "k"})
     again = admin.post("admin/projects", json={"name": "p"}, headers={"X-Idempotency-Key": "k"})
     assert (first.status_code, again.json()) == (201, first.json())
-    # The same key on another route, or without one, is another act.
+    # The same key on another route, or a request without a key, is another act.
     image = admin.post("admin/images", json=IMAGE, headers={"Idempotency-Key": "k"})
     assert image.status_code == 201
     assert admin.post("admin/projects", json={"name": "p"}).json()["code"] == "project_exists"

@@ -352,7 +352,7 @@ def sizes_refused(stack: Stack, folder: Path, **profiles: tuple[list[int], bool]
 def test_an_image_is_offered_for_the_sizes_of_hardware_that_takes_it(
     new: Stack, tmp_path: Path
 ) -> None:
-    """Of two profiles of an SKU, the one that sells two GPUs needs a driver in the image."""
+    """Of two profiles of an SKU, the profile that sells two GPUs needs a driver in the image."""
     new.client("admin").post("admin/images", json=IMAGE)
     codes = sizes_refused(new, tmp_path, lab=([1], False), two=([2], True))
     assert codes == ["", "image_runtime_missing"]

@@ -334,7 +334,7 @@ def test_only_operators_read_the_detail_of_a_failure(site: Stack) -> None:
 def test_jobs_are_counted_and_announced(site: Stack, tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     site.settings = site.settings.model_copy(update={"redis_url": server.url})
-    enqueue(site)  # Redis is away, and nobody notices.
+    enqueue(site)  # Redis is down; the job is enqueued all the same.
     server.start()
     hints.of.cache_clear()
     ids = [enqueue(site)]

@@ -73,7 +73,7 @@ def test_launch_claims_and_queues(selling: Stack) -> None:
 def test_room_that_is_there_a_moment_later_is_given(
     selling: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The look for a reason finds a place: nobody is refused for what another did meanwhile."""
+    """If the search for a reason of refusal finds a free place, the launch gets it."""
     look, blind = placement.likely, iter([True, True])
 
     def looked(*given: Any, **options: Any) -> Any:
@@ -201,9 +201,7 @@ def test_bad_wishes(selling: Stack, wrong: dict[str, Any], code: str) -> None:
 
 
 def test_a_key_has_one_spelling(selling: Stack) -> None:
-    """The gateway compares keys by their text, so another one of the same key would stay valid when
-    this one is revoked.
-    """
+    """The gateway compares keys by text, so a revocation would miss another spelling of a key."""
     key = ec.generate_private_key(ec.SECP256R1()).public_key()
     line = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     # Bits that base64 leaves over.
@@ -404,7 +402,7 @@ def test_an_image_without_the_runtime_of_the_profile_is_refused(
 def test_gpus_that_are_to_use_nvlink_get_no_image_without_it(
     selling: Stack, tmp_path: Path
 ) -> None:
-    """Its driver would start CUDA, and leave alone what its tenant pays for."""
+    """Its driver would start CUDA without NVLink, which the tenant pays for."""
     gpu, other = (bundle(index)["gpu_pci_address"] for index in (1, 3))
     joined = {"nvlink": "partitions", "fabric_manager": {"address": "192.0.2.9"}}
     joined |= {"module_ids": {gpu: 1, other: 3, "0000:99:00.0": 4}, "nvlink_sets": [[1, 3]]}

@@ -38,7 +38,7 @@ def test_add_show_change(new: Stack) -> None:
 @pytest.mark.covers("HOST-7")
 @pytest.mark.covers("CTRL-1")
 def test_a_change_of_nothing_is_none(new: Stack) -> None:
-    """Its ETag stays good for whoever decided on it."""
+    """The ETag stays valid for a client that decided on it."""
     admin = new.client("admin")
     before = admin.get(f"admin/nodes/{NODE}").json()
     for body in ({}, {"pool": before["pool"], "port": before["port"]}):
@@ -74,7 +74,7 @@ def test_a_machines_tags_in_maas_are_unknown_none_or_some(new: Stack) -> None:
         answer = admin.patch("admin/nodes/n3", json={"maas_tags": tags, "reason": "as in MAAS"})
         answers.insert(0, answer.json()["maas_tags"])
         assert answers[0] == tags
-        # What is left out stays.
+        # An omitted field keeps its value.
         after = admin.patch("admin/nodes/n3", json={"pool": f"p{len(answers)}"})
         assert after.json()["maas_tags"] == tags
     query = {"subject_id": "n3", "action": "admin.node.changed"}
@@ -127,7 +127,7 @@ def test_what_maas_would_not_call_a_tag_is_refused(new: Stack, tags: Any) -> Non
 
 @pytest.mark.covers("HOST-10")
 def test_the_most_and_longest_tags_are_let_through_to_the_host(new: Stack) -> None:
-    """What a node may have and a run may not would keep the node from parity for ever."""
+    """If a node could have more tags than a run accepts, its parity check would never start."""
     tags = sorted(f"{number:064d}" for number in range(64))
     answer = new.client("admin").patch(f"admin/nodes/{NODE}", json={"maas_tags": tags})
     assert answer.json()["maas_tags"] == tags

@@ -1,4 +1,4 @@
-"""Work on a node: tasks, and reports of a host beside the task for the next one."""
+"""Work on a node: tasks, and reports of a host beside the task for the next report."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_host_is_not_restarted_under_its_tenants(selling: Stack) -> None:
     refused = admin.post(path, json={"allow_reboot": True})
     assert (refused.status_code, refused.json()["code"]) == (409, "node_in_use")
     assert admin.post(path, json={}).status_code == 202, "without a reboot nobody is disturbed"
-    # Somebody came after it was asked for: asked again when its run would begin.
+    # A tenant arrived after the request, so the check is repeated when the run begins.
     with transaction(selling.engine) as conn, pytest.raises(Problem) as caught:
         HANDLERS["node.bootstrap"].start(
             open_work(conn, selling.settings, queue.get(conn, early["id"]))

@@ -1,4 +1,4 @@
-"""The operators' routes: with a token on the main listener, without one on a local listener."""
+"""The operators' routes: with a token on the main listener, without a token on a local listener."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals: one form, and no secret or internal text in them."""
+"""Refusals have a common form, and contain no secret or internal text."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_request_log_has_no_query(new: Stack, caplog: pytest.LogCaptureFixtu
         (OperationalError("SELECT canary", {}, Exception("locked")), 503, "database_unavailable"),
         (InterfaceError("SELECT canary", {}, Exception("closed")), 503, "database_unavailable"),
         (TimeoutError("QueuePool limit canary"), 503, "database_unavailable"),
-        # What we ask wrongly does not become right by asking again.
+        # A wrong query stays wrong on a retry.
         (ProgrammingError("SELECT canary", {}, Exception("no column")), 500, "internal_error"),
         (DataError("SELECT canary", {}, Exception("out of range")), 500, "internal_error"),
         (ZeroDivisionError("canary"), 500, "internal_error"),

@@ -1,4 +1,4 @@
-"""Projects and API tokens: who sees which projects, and what a token opens."""
+"""Projects and API tokens: visible projects of a caller, and access by token."""
 
 from __future__ import annotations
 

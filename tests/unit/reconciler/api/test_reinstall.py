@@ -39,7 +39,7 @@ def fresh(folder: Path) -> dict[str, str]:
 
 
 class Metal:
-    """A whole machine of the site with a real SSH server; its modules answer what the test says."""
+    """A whole machine of the site with a real SSH server; its modules answer as the test says."""
 
     def __init__(self, stack: Stack, folder: Path, running: ExitStack) -> None:
         self.stack, self.folder = stack, folder
@@ -180,7 +180,7 @@ def test_the_host_key_that_the_tenant_could_copy_is_refused(metal: Metal) -> Non
 @pytest.mark.covers("CTRL-15", "HOST-13")
 def test_only_another_installation_with_another_key_ends_it(metal: Metal) -> None:
     key = metal.tenant()
-    # Root sets another machine id, and later the first one again.
+    # Root sets another machine id, and later the first id again.
     mine = uuid.uuid4().hex
     metal.answers(machine_id=mine)
     metal.answers()
@@ -242,7 +242,7 @@ def test_the_tenants_installation_is_not_believed_as_another_node_either(metal: 
 
 @pytest.mark.covers("CTRL-15")
 def test_a_tenant_takes_no_machine_id_of_another_node_and_few_of_none(metal: Metal) -> None:
-    """As root it reports what it likes, and each id that counts as its own is refused elsewhere."""
+    """A tenant with root reports any id; an id that counts as its own is refused elsewhere."""
     metal.release(metal.tenant())
     body = {"id": "other", "address": "192.0.2.9", "profile": "lab", "mode": "baremetal"}
     assert metal.admin.post("admin/nodes", json=body).status_code == 201
@@ -254,8 +254,8 @@ def test_a_tenant_takes_no_machine_id_of_another_node_and_few_of_none(metal: Met
     with reading(metal.stack.engine) as conn:
         ids = nodes.get(conn, NODE).tenant_machine_ids
     assert metal.identity["machine_id"] in ids and taken not in ids and len(ids) == 16
-    # The installation that reported them is no new one under the last of them, nor under that of
-    # the other node.
+    # The installation that reported them is new neither under the last id nor under the other
+    # node's.
     last = metal.identity["machine_id"]
     for machine_id in (uuid.uuid4().hex, taken):
         metal.answers(machine_id=machine_id)

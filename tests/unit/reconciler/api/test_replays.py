@@ -1,4 +1,4 @@
-"""Every mutating operation of the contract under one key: done once, answered the same again."""
+"""Each mutating operation under an idempotency key: done once, then answered the same."""
 
 from __future__ import annotations
 
@@ -453,7 +453,7 @@ def test_an_act_leaves_one_audit_row_if_it_changes_something_and_none_if_not(
         changed = bool(different - {"audit_log", "idempotency_keys"}) or name in AUDITED_READS
         written = after["audit_log"][len(before["audit_log"]) :]
         rows = [(row.action, row.subject_id) for row in written]
-        # Several slots of one request have a row each.
+        # Each slot of a request has its own row.
         assert len(set(rows)) == len(rows), rows
         assert len({action for action, _ in rows}) == changed, (turn, different, rows)
         assert changed or turn, answer.text

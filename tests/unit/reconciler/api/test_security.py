@@ -26,7 +26,7 @@ from tests.unit.reconciler.api.test_terminals import recorded
 
 pytestmark = pytest.mark.covers("CTRL-10", "P4")
 
-# What a caller without an API token may use, each with a credential or nothing to protect.
+# Operations without an API token: each has another credential or nothing to protect.
 OPEN = {"enrolment_enrol", "enrolment_fetch", "images_content", "health_alive", "health_ready"}
 OPEN |= {f"worker_{act}" for act in ("register", "turn", "renew", "due", "leave")}
 Operation = tuple[str, str, dict[str, Any]]
@@ -74,7 +74,7 @@ def app_instance(stack: Stack) -> str:
 
 @pytest.fixture
 def nobodies(selling: Stack) -> dict[str, str]:
-    """What is no valid credential, as the header says it."""
+    """Authorization headers without a valid credential."""
     made = {}
     with transaction(selling.engine) as conn:
         for name in ("expired", "revoked"):
@@ -101,7 +101,7 @@ def test_the_contract_names_who_may_use_what() -> None:
     assert {row[2]["operationId"] for row in operations() if not roles(row[2])} == OPEN
     assert len(CLOSED) > 45
     for _, path, operation in CLOSED:
-        # Of a project's own, which projects the caller has, and what can be launched.
+        # Operations of a project, the caller's projects, and the catalogues of launches.
         of_project = path.startswith("/api/v1/projects/{project_id}")
         shared = of_project or path in ("/api/v1/projects", "/api/v1/images") or "/catalog" in path
         shared = shared or path.startswith(("/api/v1/jobs", "/api/v1/tokens"))
@@ -147,7 +147,7 @@ def test_the_right_role_opens_what_there_is_to_read(selling: Stack, names: dict[
                 answer = selling.client(who).get("http://test" + path.format(**names))
                 parameters = [row for row in operation["parameters"] if row.get("in") == "query"]
                 needs = any(row["required"] for row in parameters)
-                # Of a token of one project, which an admin's is not.
+                # Jobs need a token of a single project, which an admin's is not.
                 needs = needs or path.startswith("/api/v1/jobs")
                 allowed = {200, 422} if needs else {200}
                 assert answer.status_code in allowed, (path, who, answer.text)

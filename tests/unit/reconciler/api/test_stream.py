@@ -1,4 +1,4 @@
-"""What the stream of a task sends, against `contracts/asyncapi.yaml`, in both directions."""
+"""Events of a task's stream, against `contracts/asyncapi.yaml`, in both directions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.covers("CTRL-1", "CTRL-8")
 Record = dict[str, Any]
 EVENTS = "text/event-stream"
 RAN = "ansible.builtin.command"
-# What ansible-runner tells of the steps of a run: every kind that becomes a line.
+# Step events of ansible-runner: every kind that becomes a line.
 RUN_EVENTS: tuple[tuple[str, Record], ...] = (
     ("playbook_on_task_start", {"task": "look", "task_action": RAN, "task_uuid": "1"}),
     ("runner_retry", {"task": "look", "res": {}}),
@@ -58,7 +58,7 @@ def schema(of: Record) -> Record:
 
 
 def problems(name: str, place: str, document: Record) -> list[str]:
-    """What is wrong with an event as a reader gets it."""
+    """Violations of the contract by an event as a reader gets it."""
     message = messages().get(name)
     if message is None:
         return [f"unknown event {name}"]

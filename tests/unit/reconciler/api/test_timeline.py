@@ -67,7 +67,7 @@ def test_of_a_node_with_who_did_what(selling: Stack) -> None:
 
 
 def test_of_a_request(selling: Stack) -> None:
-    """Decision 3: one id through allocation, task, run, events and audit."""
+    """The same correlation id through allocation, task, run, events and audit."""
     admin, once = selling.client("admin"), {"X-Correlation-Id": "asked-once"}
     member = selling.client("member")
     answer = member.post(PATH, json=BODY, headers={"Idempotency-Key": "k", **once})

@@ -31,7 +31,7 @@ OWN = "projects/demo/allocations"
 
 
 def make(stack: Stack, who: str, name: str, **body: Any) -> dict[str, Any]:
-    """A token that the holder of another one makes, and from now on a client of its name."""
+    """Make a token as the holder of another token, and a client of its name."""
     answer = stack.client(who).post("tokens", json={"name": name} | body)
     assert answer.status_code == 201, answer.text
     document: dict[str, Any] = answer.json()
@@ -50,7 +50,7 @@ def shown(stack: Stack, who: str) -> dict[str, bool]:
 
 
 def change(stack: Stack, id: str, **values: Any) -> None:
-    """What no operation does, but a database after a restore or another version might hold."""
+    """Set values that no operation sets, as a restored database or another version may hold."""
     with transaction(stack.engine) as conn:
         conn.execute(sa.update(api_tokens).where(api_tokens.c.id == id).values(values))
 
@@ -120,7 +120,7 @@ def test_no_token_does_more_than_the_one_that_made_it(new: Stack) -> None:
     make(new, "member", "mine")
     assert (opens(new, "mine"), opens(new, "mine", "admin/nodes")) == (200, 403)
     assert opens(new, "mine", "projects/other/allocations") == 404
-    # An admin's may be as wide as its own, or of one project.
+    # An admin's token may be as wide as its parent, or of a single project.
     assert make(new, "admin", "deputy")["role"] == "platform-admin"
     assert make(new, "deputy", "guest", project_id="demo")["role"] == "project-member"
     assert (opens(new, "deputy", "admin/nodes"), opens(new, "guest", "admin/nodes")) == (200, 403)
@@ -158,7 +158,7 @@ def test_a_token_ends_with_the_one_that_made_it(new: Stack) -> None:
         ("member", {"revoked_at": 1.0}, 0),
         ("ci", {"expires_at": 1.0}, 1),
         ("job", {"revoked_at": 1.0}, 2),
-        # Its project is taken away: it opens the other one, and those below it nothing.
+        # Its project is taken away: it opens the other, and the tokens below it open nothing.
         ("member", {"project_id": "other"}, 0),
         ("ci", {"project_id": "other"}, 1),
         ("step", {"project_id": "other"}, 3),
@@ -175,7 +175,7 @@ def test_whatever_ends_a_token_ends_those_below_it(
     names = ["member", "ci", "job", "step"]
     assert [opens(new, who) == 200 for who in names] == [at < left for at in range(4)]
     with reading(new.engine) as conn:
-        # The gateway asks by the id, whether it was the key of a launch or a registered one.
+        # The gateway asks by id, both for the key of a launch and for a registered key.
         owners = [tokens.owner(conn, line[name], "demo") for name in names]
     assert owners == [line["member"] if at < left else "" for at in range(4)]
 
@@ -202,7 +202,7 @@ def test_a_session_ends_with_the_token_above_its_own(new: Stack, line: dict[str,
 
 def test_how_many_tokens_somebody_may_have(new: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted for the first token of the line, so that a chain of tokens has no more; and with
-    those that were revoked just now, so that nobody fills the table.
+    recently revoked tokens, so that the table cannot be filled.
     """
     monkeypatch.setattr(tokens, "MOST", 3)
     first = make(new, "member", "a")["id"]
@@ -216,7 +216,7 @@ def test_how_many_tokens_somebody_may_have(new: Stack, monkeypatch: pytest.Monke
     assert new.client("a").post("tokens", json={"name": "d"}).json()["code"] == "too_many_tokens"
     change(new, last, created_at=time.time() - 2 * tokens.MOST_WITHIN_S)
     make(new, "a", "d")
-    # What is valid counts however old it is.
+    # A valid token counts however old it is.
     change(new, first, created_at=time.time() - 2 * tokens.MOST_WITHIN_S)
     assert new.client("a").post("tokens", json={"name": "e"}).json()["code"] == "too_many_tokens"
 
@@ -301,7 +301,7 @@ def test_an_operator_ends_the_tokens_of_a_person(alice: Stack, process: Provider
     for who in ("alice", "bob"):
         make(alice, who, f"of-{who}", project_id="demo")
     make(alice, "of-alice", "below")
-    # What they issued as an operator is not theirs.
+    # Tokens issued as an operator are not theirs.
     alice.secrets["operator"] = process.token(groups=["admins"], sub="alice")
     node = {"role": "node", "name": "issued", "node_id": NODE}
     alice.client("operator").post("admin/tokens", json=node)
@@ -378,7 +378,7 @@ def test_persons_of_one_name_share_nothing_and_each_has_one_owner(
         first, second = (tokens.owner(conn, ids[who], "demo") for who in people)
     assert first != second
     assert owners() == [first, first, second]
-    # A person's tickets are counted together, whatever asks for them, and nobody else's.
+    # A person's tickets are counted together over all tokens, and apart from other people's.
     at = f"{PATH}/{opened}/terminal"
     answers = [
         selling.client(who).post(at).status_code

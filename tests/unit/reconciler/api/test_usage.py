@@ -1,4 +1,4 @@
-"""Usage as JSON by pages and as CSV, for the site and for one project."""
+"""Usage as JSON by pages and as CSV, for the site and for a project."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SITE, OWN = "admin/usage", "projects/demo/usage"
 
 @pytest.fixture
 def used(selling: Stack) -> tuple[Stack, list[str]]:
-    """One allocation that was forced to its end, one that runs, both of one GPU."""
+    """A forcibly released allocation and a running allocation, each with one GPU."""
     made = []
     for key in ("a", "b"):
         made.append(str(launch(selling, key=key).json()["id"]))
@@ -119,7 +119,7 @@ def lines(answer: dict[str, Any]) -> list[tuple[str | None, str, bool, int]]:
 
 @pytest.mark.covers("CTRL-14")
 def test_a_bill_has_the_price_of_the_launch(selling: Stack, tmp_path: Path) -> None:
-    """Whatever the setting says later, or at the time when the machine is there."""
+    """A later setting does not change it, nor the setting when the machine is ready."""
     member, made = selling.client("member"), []
     for number, price in enumerate((None, "360000.5", "7")):
         if price:
@@ -236,7 +236,7 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
         """The reader has the heading and the first record, and takes no more for a while."""
         pool = stack.engine.pool
         assert isinstance(pool, QueuePool) and pool.checkedout() == 0
-        # What ends now, and what begins, is of the time after the period that was asked for.
+        # Changes from now on lie after the requested period.
         answers.extend(stack.client("admin").get(SITE).json()["items"])
         with transaction(stack.engine) as conn:
             host.lost(conn, NODE, ACT)
@@ -246,7 +246,7 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
     over, running = _table(_read_slowly(stack, f"{PREFIX}/{SITE}", rests))
     assert [over["allocation_id"], running["allocation_id"]] == made
     assert float(over["gpu_seconds"]) == answers[0]["gpu_seconds"]
-    # Counted to the moment of the question, which was before the other one.
+    # Counted to the moment of this request, which came before the other request.
     assert 0 <= float(running["gpu_seconds"]) <= answers[1]["gpu_seconds"]
 
 
@@ -254,7 +254,7 @@ def test_a_reader_that_does_not_read_keeps_no_connection_from_others(
 def test_a_download_breaks_off_with_its_token(
     used: tuple[Stack, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no proper end, so that nobody takes the part for the whole."""
+    """The download has no proper end, so that a part is not taken for the whole."""
     stack, _made = used
     monkeypatch.setattr(usage_routes, "_AT_ONCE", 1)
 

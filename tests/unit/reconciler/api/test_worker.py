@@ -163,7 +163,7 @@ def test_a_worker_cannot_touch_jobs_of_others(new: Stack) -> None:
         assert thief.ask("renew", tokens=[held["token"]]).json()["held"] == []
         thief.ask("turn", returned=[{"id": id, "token": held["token"]}])
         assert thief.claim(1, held["token"]) == []
-    # As the worker of another pool, nobody can act either.
+    # A caller cannot act as the worker of another pool either.
     for act, body in (("turn", {}), ("renew", {"tokens": []}), ("due", {}), ("leave", {})):
         answer = stranger.ask(act, worker_id=mine.id, **body)
         assert (answer.status_code, answer.json()["code"]) == (404, "worker_not_found")

@@ -108,7 +108,7 @@ def on_postgresql(tmp_path_factory: pytest.TempPathFactory, postgres: Server) ->
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def urls(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Of the site that was, and of an empty database for the one that comes."""
+    """Database URLs of the old site and of an empty database for the restored site."""
     if request.param == "sqlite":
         return "", ""
     server = request.getfixturevalue("postgres")
@@ -131,7 +131,7 @@ def test_the_same_allocations_and_nothing_done_twice(
 ) -> None:
     file = tmp_path / "site.tar.gz"
     with transaction(before.engine) as conn:
-        # Somebody writes while the copy is made: what is not committed is not in it.
+        # A writer is active during the backup: uncommitted rows are not in it.
         conn.execute(sa.insert(tables.projects).values(id="late", name="late"))
         made = archive.write(before.settings, file) if urls[0] else None
     made = made or archive.write(before.settings, file)
@@ -148,7 +148,7 @@ def test_the_same_allocations_and_nothing_done_twice(
     with reading(engine) as conn:
         assert invariants.check(conn) == []
         recorded = set(conn.execute(sa.select(tables.projects.c.id)).scalars())
-        # One engine was copied beside the open transaction, the other after it.
+        # PostgreSQL is copied beside the open transaction, SQLite after it.
         assert recorded == ({"p1"} if urls[0] else {"p1", "late"})
         assert allocations.get(conn, before.active).state == "active"
         assert allocations.get(conn, before.building).state == "failed"
@@ -165,7 +165,7 @@ def test_the_same_allocations_and_nothing_done_twice(
         assert gate.open_gate(conn, "n1", ADMIN)["opened"] == []
         assert leasing.lease(conn, "w", runner="another") == []
     engine.dispose()
-    # The hosts of the old site trust the new one.
+    # The hosts of the old site trust the new site.
     assert user_ca(open_trust(after.state_dir)) == user_ca(before.trust)
     assert known_hosts(open_trust(after.state_dir)).exists()
     assert f"revision {made['revision']}" == f"revision {done['revision']}"
@@ -395,7 +395,7 @@ def test_a_restore_that_was_cut_off_is_opened_by_nobody_and_begun_again(
         restored = list(journal.audit_rows(conn, action="admin.service.restored"))
         assert len(restored) == 1, "doubted once"
     engine.dispose()
-    # Nothing of what was unpacked is left: it holds keys.
+    # No unpacked file is left, because a backup holds keys.
     left = {path.name for path in after.state_dir.iterdir()}
     assert left - {"reconciler.db", "reconciler.db-wal", "reconciler.db-shm"} == {
         "restored-settings.env",
@@ -443,7 +443,7 @@ def test_database_and_keys_are_durable_before_a_restore_counts_as_complete(
 
 
 def test_a_restore_that_goes_on_is_left_alone(tmp_path: Path) -> None:
-    """The same file once more is for one that was cut off: here it would take away its keys."""
+    """Only an interrupted restore may be repeated: a repetition here would delete its keys."""
     new = settled(tmp_path / "new")
     new.state_dir.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "backup.tar"
@@ -460,7 +460,7 @@ def test_a_restore_and_a_service_keep_each_other_out(tmp_path: Path) -> None:
     file = tmp_path / "backup.tar"
     file.write_bytes(b"of no matter")
     with in_use(new), in_use(new):
-        # What outlives a service does not keep its lock.
+        # A child that outlives the service does not keep its lock.
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
         with pytest.raises(Problem, match="service_running"):
             restore(new, file)

@@ -75,8 +75,8 @@ def machine(
         f"AuthorizedKeysFile {folder}/authorized_keys",
         *("PidFile none", "StrictModes no", "PasswordAuthentication no", "LogLevel VERBOSE"),
         settings,
-        # Not the home of whoever tests: a login would run its dotfiles, which may wait for a lock.
-        # sshd reads the first line of this kind only, so one in `settings` has to set it, too.
+        # Not the developer's home: a login would run its dotfiles, which may wait for a lock. sshd
+        # reads the first line of this kind only, so a SetEnv in `settings` must set HOME, too.
         f"SetEnv HOME={folder}",
     ]
     if certify:

@@ -40,7 +40,7 @@ def test_the_copy_is_as_fast_as_pytorchs() -> None:
         for rate in re.findall(r"copy GB/s ([0-9.]+)", (DATA / "pytorch.txt").read_text())
     ]
     assert metrics["gpu.hbm_copy"]["median"] / statistics.median(peer) > 0.99
-    # 33.5 TFLOP/s is what NVIDIA states for the H200 without tensor cores, at its boost clock.
+    # NVIDIA states 33.5 TFLOP/s for the H200 without tensor cores, at its boost clock.
     assert 30 < metrics["gpu.fp64"]["median"] < 33.6
 
 

@@ -54,7 +54,7 @@ def launched(selling: Stack, gpuaas: Gpuaas, tmp_path: Path) -> dict[str, Any]:
 def test_a_launch_that_is_cut_off_is_repeated_under_its_key(
     selling: Stack, gpuaas: Gpuaas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise its tenant launches another one, and pays for both."""
+    """Otherwise the tenant launches a second slice and pays for both."""
     key = tmp_path / "key.pub"
     key.write_text(KEY + "\n")
     gpuaas.at(selling, "member")
@@ -126,7 +126,7 @@ def test_launch_and_release(selling: Stack, gpuaas: Gpuaas, launched: dict[str, 
 
 
 class Terminal(io.StringIO):
-    """What a person types."""
+    """Standard input of a person at a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -135,7 +135,7 @@ class Terminal(io.StringIO):
 def test_a_person_confirms_a_release(
     selling: Stack, gpuaas: Gpuaas, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was on the disks is gone for good. Programs are not asked."""
+    """The data on the disks is lost for good. Programs are not asked."""
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     gpuaas.at(selling, "member")("release", "slice")
     assert (gpuaas.status, f"slice ({launched['id']}) is lost. Go on?" in gpuaas.err) == (1, True)

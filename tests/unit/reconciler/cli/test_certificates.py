@@ -139,7 +139,7 @@ def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(
     late = admin.post(f"admin/nodes/{NODE}/certificate")
     assert (late.status_code, late.json()["code"]) == (409, "host_certificate_expired")
 
-    # Nothing is begun on such a host; it is named where one looks at the node and at its work.
+    # No task starts on such a host; the task shows the reason, and the node the time of expiry.
     refused = discovered(enrolled, runs)
     assert (refused["state"], refused["error"]["code"]) == ("failed", "host_certificate_expired")
     assert f"gpuaas nodes userdata {NODE}" in refused["error"]["remedy"]
@@ -148,8 +148,8 @@ def test_two_who_ask_get_one_renewal_and_who_is_late_gets_a_way_back(
     assert datetime.fromisoformat(ended) < datetime.now(UTC)
     assert ended in run("nodes", "show", NODE)
 
-    # The way back that the remedy names, with the token of its script; one that has ended as well
-    # is no way, and the next one is.
+    # The remedy enrols the host again with the token of its script; an expired token is refused,
+    # and the next token is accepted.
     token = given(run("nodes", "userdata", NODE))
     with transaction(enrolled.engine) as conn:
         conn.execute(sa.update(tables.enrolment_tokens).values(expires_at=clock.now() - 1))

@@ -165,13 +165,13 @@ def _nobody_works(stack: Stack) -> None:
 
 
 def _older_process(stack: Stack) -> None:
-    """One that was not stopped before the upgrade."""
+    """A process that was not stopped before the upgrade."""
     with transaction(stack.engine) as conn:
         leader.record_process(conn, "p0", ["worker"], host="h0", pid=9, version="0.1.0")
 
 
 def _older_worker(stack: Stack) -> None:
-    """Two that a person started, one of them from an older version."""
+    """Two workers that a person started, the second from an older version."""
     with transaction(stack.engine) as conn:
         leases.register(conn, host="h", pid=7, models=["m"], version=program_version())
         leases.register(conn, host="h", pid=8, models=["m"])
@@ -268,7 +268,7 @@ def test_enrolment_over_plain_http_is_named(
     accepted: dict[str, str],
     status: str,
 ) -> None:
-    """Whoever is on the way could have its commands run as root on the host."""
+    """An attacker on the path could run commands as root on the host."""
     monkeypatch.delenv("GPUAAS_PUBLIC_URL")
     for name, value in {**url, **accepted}.items():
         monkeypatch.setenv(name, value)

@@ -154,7 +154,7 @@ def test_drain_is_refused_during_maintenance_and_does_not_end_it(gpuaas: Gpuaas)
 
 
 def test_reclaim(gpuaas: Gpuaas, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease of the killed worker runs out at once here, and the next one takes no time."""
+    """The lease of the killed worker expires at once here, and the next worker takes no time."""
     submit = drill._Jobs.submit
     monkeypatch.setattr(drill._Jobs, "submit", lambda jobs, _: submit(jobs, [{"seconds": 60}]))
     workers = PoolWorker.TABLE
@@ -231,7 +231,7 @@ def test_a_drill_that_fails_leaves_no_jobs(
 
 
 def test_dlq(gpuaas: Gpuaas, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members of other projects can call no model of it, and after it nobody can."""
+    """Members of other projects cannot call the drill's model, and after the drill it is gone."""
     reach = drill._Jobs.reach
     others: list[str] = []
 

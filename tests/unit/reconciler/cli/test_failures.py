@@ -176,7 +176,7 @@ def test_a_database_that_is_away(
     monkeypatch.setenv("GPUAAS_DATABASE_URL", f"postgresql://u:{SECRET}@127.0.0.1:9/x")
     gpuaas(*command, "--output", "json")
     assert gpuaas.status == 1
-    # A service logs as well; the refusal is what it ends with.
+    # A service logs as well; the refusal comes last.
     answer = json.loads(gpuaas.err[gpuaas.err.index("{\n") :])
     assert answer["code"] == "database_unavailable"
     assert SECRET not in gpuaas.err + caplog.text

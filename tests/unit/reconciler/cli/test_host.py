@@ -44,7 +44,7 @@ DISK = {
     },
 }
 
-# Answers with the next report of a list; what they say is the test's.
+# Answers with the next report of a list that the test sets.
 MODULE = """#!/usr/bin/python
 import json, pathlib
 from ansible.module_utils.basic import AnsibleModule

@@ -59,7 +59,7 @@ def test_a_transition_may_take_as_long_as_all_of_its_wipes(
         rows.append(act.deadline_s)
     single, two, four, eight = rows
     assert (single > wipe, two - single, four - two) == (True, wipe, 2 * wipe)
-    # All that one machine has.
+    # Eight disks: all that a machine has.
     assert eight - four == 4 * wipe
 
 

@@ -54,7 +54,7 @@ def test_a_file_holds_approvals_or_the_plan(document: Any, approved: dict[str, A
 
 
 def report(*details: str) -> dict[str, Any]:
-    """A report with one failed check for each detail, made as a host makes it."""
+    """A report with a failed check for each detail, made as a host makes it."""
     checks = [
         {
             "check": f"c{number}",

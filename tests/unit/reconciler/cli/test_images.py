@@ -63,7 +63,7 @@ def test_a_refused_registration_leaves_no_file(new: Stack, gpuaas: Gpuaas, sourc
 def test_a_refused_registration_leaves_the_file_of_the_same_content_under_another_name(
     new: Stack, gpuaas: Gpuaas, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second import of what the first has just converted ends before it; it is refused."""
+    """The same content is registered first by another import; a refused import leaves its file."""
     imported(gpuaas, source, "--version", "1")
     subprocess.run(["qemu-img", "resize", "-q", source, "2M"], check=True)
     register = images._register

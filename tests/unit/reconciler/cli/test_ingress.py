@@ -23,7 +23,7 @@ AT = ("--project", "demo", "--output", "json")
 
 @pytest.fixture
 def mine(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An active slice. The host does what its task asks while a command waits."""
+    """An active slice. The host plays its task while a command waits."""
     allocation = str(launch(selling).json()["id"])
     activate(selling, allocation)
     gpuaas.at(with_addresses(selling), "member")

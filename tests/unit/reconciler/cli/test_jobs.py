@@ -40,7 +40,7 @@ def test_the_life_of_jobs(
     assert [(job["input"]["x"], job["result"]) for job in results] == [
         (number, {"y": 2}) for number in (1, 2, 3)
     ]
-    # In time for whoever interrupts the wait.
+    # The ids are printed before the wait, for a person who interrupts it.
     assert gpuaas.err.split() == ["queued", *(job["id"] for job in results)]
     assert gpuaas.status == 0
     failure = Outcome(error=ERROR, permanent=True)

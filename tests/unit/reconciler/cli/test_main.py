@@ -184,7 +184,7 @@ def test_an_answer_that_leads_elsewhere_is_no_success() -> None:
 def test_a_list_of_another_form_is_no_traceback(
     tmp_path: Path, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch, page: dict[str, Any]
 ) -> None:
-    """The last one never ends."""
+    """The last page repeats without end."""
     transport = httpx.MockTransport(lambda _request: httpx.Response(200, json=page))
     http = httpx.Client(base_url="http://api.example", transport=transport)
     monkeypatch.setattr("reconciler.client.httpx.Client", lambda **_options: http)
@@ -236,7 +236,7 @@ def test_a_wait_survives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatc
     answers += [httpx.Response(200, json={"n": 1}), cut_off, refused, proxied, done]
     assert [api.get("/projects"), api.get("/projects")] == [{"n": 1}, {"n": 2}]
     assert len(pauses) == 3
-    # What the service itself says of its database, and a service that hangs, end the request.
+    # An error of the service about its database, and a service that hangs, end the request.
     away = {"code": "database_away", "expected": "a", "found": "b", "remedy": "c"}
     for last in (httpx.Response(503, json=away), httpx.ReadTimeout("silent")):
         answers += [last]

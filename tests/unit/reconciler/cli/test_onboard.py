@@ -25,8 +25,8 @@ ONBOARD = ("nodes", "onboard", NODE, "--reason", "a new machine")
 
 
 class Host:
-    """The machine behind the tasks. mounts: what a look at its disks reports. foreseen: the
-    plan of its bootstrap. broken: candidates that cannot be a slot yet.
+    """The machine behind the tasks. mounts: reported by a look at its disks. foreseen: the plan of
+    its bootstrap. broken: candidates that cannot be a slot yet.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class Host:
         self.foreseen = f"sha256:{'a' * 64}"
         self.kernel: dict[str, Any] = {"arguments": ["iommu=pt"], "reboot_reasons": ["x"]}
         self.unforeseen = ""
-        # A bootstrap that an earlier command has asked for ends before the plan of the next one.
+        # A bootstrap of an earlier command ends before the plan of the next command.
         self.late = False
         self.identity: dict[str, Any] = discovery()["identity"]
         self.erased: set[str] = set()
         self.broken: set[int] = set()
 
     def discovery(self) -> dict[str, Any]:
-        """The recorded one, with a fabric function for each free slot, and a disk to erase."""
+        """The recorded discovery, a fabric function for each free slot, and a disk to erase."""
         document = copy.deepcopy(discovery())
         document["identity"] = self.identity
         used = bundle(FREE[0])["nvme_device"] not in self.erased
@@ -151,7 +151,7 @@ def test_it_walks_from_added_to_on_sale_and_resumes_at_each_plan(
     assert kinds(new).count("node.storage_transition.apply") == 1
     with reading(new.engine) as conn:
         assert slots.of_node(conn, NODE) == []
-    # A program reads one document, although two discoveries and a parity report come before it.
+    # A program reads a single document, in spite of two discoveries and a parity report before.
     gpuaas("--output", "json", *ONBOARD, "--yes-to", approve)
     assert gpuaas.status == 0, gpuaas.err
     assert {slot["status"] for slot in json.loads(gpuaas.out)} == {"available"}

@@ -1,4 +1,4 @@
-"""`gpuaas pools` against a real service, and on the database of one that is not there."""
+"""`gpuaas pools` against a real service, and on a database without a running service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpuaas recover`: what it prints of each step, and how it follows a case to its end."""
+"""`gpuaas recover`: output of each step, and following a case to its end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_step_that_is_new_is_told_whole() -> None:
 
 
 class Host:
-    """Plays the leader and the host of a recovery. absent: what the host says, look after look."""
+    """Plays the leader and the host of a recovery. absent: the host's answers, look after look."""
 
     def __init__(self, stack: Stack, *absent: bool) -> None:
         self.stack = stack
@@ -90,7 +90,7 @@ class Host:
         return self
 
     def go_on(self) -> None:
-        """What needs no wipe is done at once."""
+        """Play the steps that need no wipe."""
         for _ in range(3):
             play_recovery_cases(self.stack.engine, self.stack.settings)
             with transaction(self.stack.engine) as conn:
@@ -120,7 +120,7 @@ class Host:
 def host(selling: Stack, gpuaas: Gpuaas, monkeypatch: pytest.MonkeyPatch) -> Host:
     gpuaas.at(selling)
     host = Host(selling)
-    # What the command waits for happens while it waits.
+    # The host wipes while the command waits.
     monkeypatch.setattr("reconciler.cli.recovery.time.sleep", host.wipe)
     return host.attend(monkeypatch)
 
@@ -187,7 +187,7 @@ def test_recover_does_the_whole_runbook(
         begun = [journal.history_of(conn, "task", task.id)[0] for task in absence_checks]
         acts: list[Any] = [*begun, *journal.audit_rows(conn, action="admin.slot.repair")]
     assert {row.reason for row in acts} == {"demo"}
-    # Each step said what it found as it found it, not at the end.
+    # Each step printed its findings at once, not at the end.
     summaries = printed(gpuaas.err)
     assert [step for step, lines in summaries.items() if not lines] == []
     (slot_id,) = evidence["inventory_after"]
@@ -241,7 +241,7 @@ def test_a_refusal_carries_the_evidence_so_far(
     (proven,) = summaries["disk_evidence"]
     assert summaries["runtime_absence"] == ["absent: nothing is left on the host by 0 checks"]
     assert "nvme_wipe, command_failed, I/O error" in summaries["inventory_after"][0]
-    # What a person decides on stays with the refusal.
+    # The refusal keeps the evidence that a person decides on.
     refusal = json.loads(gpuaas.err[gpuaas.err.index("{") :])
     evidence = refusal["evidence"]
     assert list(evidence) == list(summaries)

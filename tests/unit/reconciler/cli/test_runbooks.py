@@ -59,13 +59,13 @@ class Runbook:
         after: Mapping[str, Callable[[], object]] | None = None,
         aside: Mapping[str, Callable[[list[str]], object]] | None = None,
     ) -> dict[str, str]:
-        """The output by command. names: values of the page's placeholders. after: what happens
-        once a command that begins so was played. aside: plays commands that begin so.
+        """The output by command. names: values of the page's placeholders. after: acts that follow
+        a played command that begins so. aside: plays commands that begin so.
         """
         lines = list(commands(TEXTS[f"{page}.md"]))
         blocks = [line.partition("#")[0].strip() for line, whole in lines if whole]
         text = [line for line, whole in lines if not whole and line not in blocks]
-        # The text of the members' page describes other ways than the one that is played.
+        # The text of the members' page describes other ways than the played way.
         for line in (*blocks, *(text if page.startswith("runbooks/") else ())):
             given = [re.sub(r"[A-Z]+|/srv/backup", lambda m: names.get(m[0], m[0]), word)
                      for word in words(line)]  # fmt: skip

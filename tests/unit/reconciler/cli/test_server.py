@@ -152,7 +152,7 @@ def test_operators_are_served_on_loopback_or_not_at_all(
 def test_worker_alone(new: Stack, gpuaas: Gpuaas, story: list[str], monkeypatch: Any) -> None:
     class Event(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
-            if timeout is None:  # the one that waits for the end of the process
+            if timeout is None:  # waits for the end of the process
                 signal.raise_signal(signal.SIGTERM)
             return super().wait(timeout)
 

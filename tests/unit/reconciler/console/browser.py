@@ -72,7 +72,7 @@ class Page(HTMLParser):
 
 
 class Browser:
-    """One session. Redirects are not followed, so that a test sees them."""
+    """A session. Redirects are not followed, so that a test sees them."""
 
     def __init__(self, app: FastAPI, base: str = "http://localhost") -> None:
         self.client = TestClient(

@@ -20,7 +20,7 @@ __all__ = ["databases", "selling"]
 
 @pytest.fixture(scope="session")
 def application() -> Iterator[list[FastAPI]]:
-    """The application of all tests; building one takes time."""
+    """The application of all tests; building it takes time."""
     yield []
 
 

@@ -112,7 +112,7 @@ def _allocations(stack: Stack) -> dict[str, str]:
 
 
 def _slice(stack: Stack, id: str) -> str:
-    """Telemetry, ports and sessions of an active slice; the id of one with a recording."""
+    """Telemetry, ports and sessions of an active slice; returns the id of a recorded session."""
     hour_of_samples(stack, id)
     sources = ["198.51.100.0/24", "203.0.113.7/32", "2001:db8:1234:5678::/64"][:2]
     rules = [
@@ -167,7 +167,7 @@ def _projects(stack: Stack) -> None:
 
 
 def _nodes(stack: Stack) -> None:
-    """Nodes in every state, with what is wrong with them."""
+    """Nodes in every state, with their problems."""
     admin = stack.client("admin")
     place = {"region": "eu-north-stockholm", "name": "gpu-host-07.rack-21.stockholm.example.net"}
     assert admin.patch(f"admin/nodes/{NODE}", json=place).status_code == 200
@@ -231,7 +231,7 @@ def _machine(stack: Stack) -> str:
 
 
 def _work(stack: Stack) -> str:
-    """Tasks that wait, run and have ended; returns one that runs. Then the site drains."""
+    """Tasks that wait, run and have ended; returns a running task. Then the site drains."""
     admin = stack.client("admin")
     assert admin.post(f"admin/nodes/{NODE}/drift").status_code == 202
     compared = lease(stack, TaskKind.SLICE_DRIFT_RECONCILE)
@@ -257,7 +257,7 @@ def _work(stack: Stack) -> str:
 
 
 def _inventories(stack: Stack) -> None:
-    """Differences with one inventory; the other did not answer."""
+    """Differences with NetBox; MAAS did not answer."""
     finding = Finding("intent_differs", f"node {NODE}", "region eu-north", "no region", REASON)
     reading = sync.NetboxReading(time.time() - 300, complete=True)
     sync.READINGS.keep(stack.engine, reading, [finding], logging.getLogger())

@@ -45,7 +45,7 @@ SHOTS = ROOT / "build" / "console"
 CHROMIUM = shutil.which("chromium")
 DESKTOP: ViewportSize = {"width": 1280, "height": 900}
 PHONE: ViewportSize = {"width": 390, "height": 844}
-# Half of axe's time is for the selectors of what passes.
+# Half of axe's time is for the selectors of passing rules.
 JUDGE = """rules => axe.run({
     runOnly: rules, resultTypes: ["violations"], selectors: false, preload: false
 })"""
@@ -204,8 +204,8 @@ def judge(page: Page, rules: dict[str, Any]) -> list[str]:
 def examine(page: Page, name: str) -> list[str]:
     """Judge a page in light and dark at desktop and phone width, with all its forms open.
 
-    The window must be one of light colours and desktop width. With SLICE_TEST_PICTURES=1 the
-    page's four pictures are in build/console.
+    The window must have light colours and desktop width. With SLICE_TEST_PICTURES=1 the page's four
+    pictures are in build/console.
     """
     problems: list[str] = []
 
@@ -347,7 +347,7 @@ def test_names_and_reasons_without_a_space_fit_a_phone(selling: Stack, window: O
             assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
 
 
-# What Tab reaches, but for disabled controls and all but one of a group of radio buttons.
+# Elements that Tab reaches: no disabled controls, and a single button of a radio group.
 REACHABLE = """() => {
     window.stops = [...document.querySelectorAll(
         "a[href], button:enabled, input:enabled:not([type=hidden]), select, textarea, summary,"
@@ -375,7 +375,7 @@ FOCUS = """() => {
 
 DEMO = "/console/projects/demo"
 MINE = f"{DEMO}/allocations/MINE"
-# Harmless forms of a member's pages: page, label of the button, what is typed, and what is shown.
+# Harmless forms of a member's pages: page, label of the button, typed values, and text shown then.
 HARMLESS_OF_MEMBER: list[tuple[str, str, dict[str, str], str | re.Pattern[str]]] = [
     (MINE, "Stop", {}, "stop under way"),
     (MINE, "Restart", {}, "restart under way"),
@@ -411,7 +411,7 @@ OTHERS_OF_MEMBER = {
 }
 BUTTONS = """[...document.querySelectorAll("form[method=post] button:enabled")]
     .map(each => each.ariaLabel || each.textContent.trim())"""
-# Of an operator's: what is shown after those that queue no task.
+# Text shown after an operator's forms that queue no task.
 SHOWN = {"Enrolment token": "shown once", "Drain": "draining", "Resume": "ready"} | {
     power: f"{power.lower()} under way" for power in ("Stop", "Restart", "Reset")
 }
@@ -451,7 +451,7 @@ def cancel_tasks(stack: Stack) -> list[str]:
 
 
 def test_harmless_buttons_of_an_operator(selling: Stack, window: Open) -> None:
-    """Each with what its page shows then. What it does, test_a_harmless_form_... asserts."""
+    """Each with the text on its page then. test_a_harmless_form_... asserts the effects."""
     mine = launch(selling).json()["id"]
     activate(selling, mine)
     signed = ca.certify_host(ca.open_trust(selling.settings.state_dir), KEY, NODE)
@@ -464,14 +464,14 @@ def test_harmless_buttons_of_an_operator(selling: Stack, window: Open) -> None:
         for path, label, typed, kind in forms:
             page = watched.open(path.replace("MINE", mine))
             press(page, label, {name: values.get(each, each) for name, each in typed.items()})
-            # Either the page of the task, or one that lists it.
+            # Either the page of the task, or a page that lists it.
             words = SHOWN.get(label) or re.compile(rf"{re.escape(kind)}\s*queued")
             expect(page.get_by_role("main")).to_contain_text(words)
             assert cancel_tasks(selling) == [kind] * bool(kind), label
 
 
 def test_harmless_buttons_of_a_member(selling: Stack, console: FastAPI, window: Open) -> None:
-    """With what their pages say then. A key that was revoked comes back no more."""
+    """With the text on their pages then. A revoked key does not come back."""
     gateway = {"member_address": "gate.example"}
     console.state.settings = selling.settings = selling.settings.model_copy(update=gateway)
     adopt(selling.settings, selling.engine)
@@ -538,7 +538,7 @@ def test_tab_reaches_all_in_the_order_of_the_page(full: Full, size: ViewportSize
             page.keyboard.press("Tab")
             expect(page.get_by_role("link", name="Skip to the content")).to_be_in_viewport()
             stops = page.evaluate("focused")
-            # After the last one the focus leaves the page, or begins again.
+            # After the last element the focus leaves the page, or begins again.
             while len(stops) < 2 or stops[-1][0] not in (-1, 0):
                 # At least all others.
                 for _ in range(max(len(expected) - len(stops), 1)):
@@ -556,7 +556,7 @@ def test_tab_reaches_all_in_the_order_of_the_page(full: Full, size: ViewportSize
 
 
 def test_power_and_release_by_keyboard_alone(selling: Stack, window: Open) -> None:
-    """What has become of them is announced."""
+    """The results are announced."""
     made = launch(selling).json()["id"]
     activate(selling, made)
     with window("member") as watched:
@@ -574,7 +574,7 @@ def test_power_and_release_by_keyboard_alone(selling: Stack, window: Open) -> No
 
 
 def test_a_refused_field_is_named_beside_it(selling: Stack, window: Open) -> None:
-    """And what was typed is there still, as in the steps of a launch."""
+    """The typed values are kept, as in the steps of a launch."""
     with window("admin") as watched:
         page = watched.open("/console/nodes/new")
         page.get_by_label("Address", exact=True).fill("not an address!")
@@ -623,8 +623,8 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
     with window("member") as watched:
         # The extension for streams loads later than htmx, as it may on a slow line.
         watched.page.route("**/hx-sse-*", lambda route: (time.sleep(1), route.continue_()))
-        # What the page asks for itself every few seconds has no answer, so that only the stream is
-        # left, however slow the machine of the test is.
+        # The page's own requests every few seconds have no answer, so that only the stream is left,
+        # however slow the machine of the test is.
         watched.page.route(
             f"**/allocations/{made}",
             lambda route: (
@@ -642,8 +642,8 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
         expect(page.get_by_text("gate.example")).to_be_visible()
         status = page.get_by_role("status")
         expect(status.get_by_text("active", exact=True)).to_be_visible()
-        # The answers to the page's own questions bring what can be done now. What a person has
-        # opened and typed meanwhile stays.
+        # The answers to the page's own requests bring the actions that are possible now. Opened
+        # forms and typed text stay.
         watched.page.unroute(f"**/allocations/{made}")
         expect(page.get_by_role("button", name="Restart")).to_be_visible()
         expect(page.get_by_text("Open a port").first).to_be_visible()
@@ -652,7 +652,7 @@ def test_a_page_refreshes_itself(selling: Stack, window: Open) -> None:
 
 
 def test_a_refresh_turns_no_form_into_another(selling: Stack, window: Open) -> None:
-    """Neither an open form, nor a tick in one that is closed again."""
+    """Neither an open form, nor a tick in a form that is closed again."""
     admin, path = selling.client("admin"), f"admin/nodes/{NODE}"
     gone = launch(selling, hostname="alice").json()["id"]
     activate(selling, gone)

@@ -171,7 +171,7 @@ def test_a_text_that_is_no_id_leads_to_no_page(browse: Browse, part: str) -> Non
     ],
 )
 def test_a_parameter_of_any_length_is_refused(browse: Browse, page: str) -> None:
-    """The call of the API may need three characters for one of the page's address."""
+    """The call of the API may need three characters for each character of the page's address."""
     answer = browse("member").get(f"/console/{page}={'/' * 30_000}")
     assert (answer.status_code, "request_invalid" in answer.text) == (422, True), answer.text
 
@@ -362,7 +362,7 @@ def test_launch_to_release_without_scripts(
         text = member.get(page, params={**values, "step": step}).text
         assert f"{several}{', by the slot that it gets' if step == 'review' else ''}" in text
     form = Page(answer.text).form("POST /projects/demo/allocations")
-    # What is no cloud-config is refused, and shown again for a correction.
+    # A text that is no cloud-config is refused, and shown again for a correction.
     typed = "runcmd: [<date>]"
     again = member.send(page, form, user_data=typed)
     assert again.status_code == 422
@@ -865,7 +865,7 @@ def test_what_was_typed_comes_back_with_its_marks_and_is_shown_without(
     assert "\u202e" not in answer.text and "\u2066" not in answer.text
     refused = admin.send("/console/nodes/new", again, address="192.0.2.8")
     assert refused.status_code == 422 and "body.reason" in refused.text
-    # The steps of a launch hand on what was typed, too.
+    # The steps of a launch hand on the typed text, too.
     member = browse("member")
     keys = f"{KEY} {typed}"
     page = member.client.get("/console/projects/demo/launch", params={"ssh_keys": keys})
@@ -887,7 +887,7 @@ def test_an_empty_limit_of_the_site_is_none(selling: Stack, browse: Browse) -> N
 
 
 def test_a_refusal_keeps_what_was_ticked(selling: Stack, browse: Browse) -> None:
-    """Otherwise a person who corrects a field switches off what they had switched on before."""
+    """Otherwise a person who corrects a field resets the switches that they had set before."""
     admin, call = browse("admin"), "PUT /admin/settings/recovery-policy"
     form = admin.open("/console/health").form(call)
     assert ("enabled:bool", "on") not in form.fields
@@ -1469,7 +1469,7 @@ def test_every_mutating_operation_is_on_a_page(selling: Stack, browse: Browse) -
 
 REASON = {"reason": "test"}
 HOST = "/console/nodes/lab-host"
-# Page, label of the button, what is typed, and the kind of the task that it queues.
+# Page, label of the button, typed values, and the kind of the task that it queues.
 HARMLESS: list[tuple[str, str, dict[str, str], str]] = [
     (HOST, "Bootstrap", {}, "node.bootstrap"),
     (HOST, "Discover", {}, "slice.topology_discover"),
@@ -1643,7 +1643,7 @@ def test_dead_letters_have_their_reasons_and_a_sample_is_queued_again(
     assert "&lt;b&gt;hostile" in text and "function_failed" in text
     assert "secret of the operators" not in text
     assert f"{path}/{dead}" in Page(text).links
-    # Of the two jobs a single one has not ended.
+    # One of the two jobs has ended.
     assert "Jobs that have not ended. 1, 0 to 1" in text
     form = Page(text).form("POST /projects/demo/jobs/dlq/reprocess")
     assert ("sample:int", "5") in form.fields
@@ -1692,14 +1692,14 @@ def test_a_job_is_shown_with_its_input_and_how_it_ended(selling: Stack, browse: 
 
 @pytest.mark.covers("ORCH-1", "ORCH-6")
 def test_nesting_makes_no_page_long(selling: Stack, browse: Browse) -> None:
-    """What is printed of a document is bounded, and its indentation with it."""
+    """The printed part of a document is bounded, including its indentation."""
     with_model(selling)
     nested = json.loads("[" * 97 + ",".join(["[]"] * 15_000) + "]" * 97)
     page = f"/console/projects/demo/jobs/{enqueue(selling, input={'x': nested})}"
     member = browse("member")
     whole = member.get(page).text
     assert len(whole) < 100_000 and "The API has the rest." in whole
-    # What a refresh exchanges has no input.
+    # The refreshed part has no input.
     refreshed = member.get(page, headers={"HX-Request": "true", "HX-Target": "div#job"}).text
     assert 'id="input"' not in refreshed and 'id="record"' in refreshed
     play(selling, Outcome(result={"y": nested}))
@@ -1733,7 +1733,7 @@ def test_pools_are_shown_by_memory_with_jobs_and_thresholds(selling: Stack, brow
     assert "Jobs that have not ended. 3, 0 to 3" in text
     (demo,) = [row for row in text.split("<tr>") if "/projects/demo/jobs" in row]
     assert re.findall(r"(\d+)</td>", demo) == ["1", "2", "1"]
-    # What is refreshed every few seconds does not count all jobs.
+    # A refresh every few seconds does not count all jobs.
     refresh = {"HX-Request": "true", "HX-Target": "div#living"}
     assert "Queue of all projects" not in admin.get("/console/pools", headers=refresh).text
     shown = admin.get(f"/console/pools/{hot}").text
@@ -1805,7 +1805,7 @@ def test_the_site_is_drained_and_admits_jobs_again(selling: Stack, browse: Brows
     sample = jobs.open(letters).form("POST /projects/demo/jobs/dlq/reprocess")
     assert jobs.send(letters, sample).status_code == 503
     with transaction(selling.engine) as conn:
-        control.follow(conn)  # cancels what runs
+        control.follow(conn)  # cancels running jobs
         conn.execute(sa.update(pool_workers).values(ended_at=1.0))
         control.follow(conn)
     shown = admin.get(page).text

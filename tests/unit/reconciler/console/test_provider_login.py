@@ -253,7 +253,7 @@ def test_a_group_that_is_lost_takes_its_keys_and_tokens(
         return [row["valid"] for row in rows if (row["name"], row["project_id"]) == ("t", project)]
 
     assert [opens(key) for key in (KEY, THIRD_KEY, OTHER_KEY)] == [True] * 3
-    # A login of the namesake judges nobody else, and one with the same groups nothing.
+    # The namesake's login ends no keys of other people, and a login with the same groups ends none.
     enter(both, "u-8")
     enter(both, "u-7")
     assert [opens(key) for key in (KEY, THIRD_KEY, OTHER_KEY)] == [True] * 3
@@ -344,7 +344,7 @@ def test_an_operator_ends_a_persons_sessions_and_keys(
     site: Stack, browse: Browse, provider: Provider
 ) -> None:
     person, former, operator = browse(""), browse(""), browse("admin")
-    # What was made in another role is theirs, too.
+    # A key that was made in another role is theirs, too.
     provider.set(login=provider.order(groups=ADMIN, sub="u-9"))
     log_in(former)
     form = former.open("/console/projects/demo/ssh").form("POST /projects/demo/ssh-keys")
@@ -488,7 +488,7 @@ def test_a_stranger_does_not_close_the_login(
         assert not all(answer.done() for answer in answers)
         provider.set(manner="")
         assert other[0].get(other[1]).headers["Location"] == "/console/"
-        # One of the same network waits for its place.
+        # A client of the same network waits for its place.
         monkeypatch.setattr(login, "_WAIT_S", 60)
         waits = pool.submit(neighbour[0].get, neighbour[1])
         time.sleep(0.2)
@@ -516,7 +516,7 @@ def test_strangers_of_many_networks_do_not_close_the_login(
             until(lambda: len(places._waiting) == len(answers))
         for person, address in people:
             assert person.get(address).headers["Location"] == "/console/"
-        # The one that waited longest had to go for the first, who left room for the second.
+        # The longest-waiting exchange made way for the first person, who left room for the second.
         assert answers[0].result().status_code == 503
         assert "too many logins" in answers[0].result().text
         assert [answer.done() for answer in answers] == [True] + [False] * 7
@@ -564,7 +564,7 @@ def test_a_login_leads_to_no_other_site(site: Stack, browse: Browse, target: str
     browser = browse("")
     assert log_in(browser, target).headers["Location"] == "/console/"
     assert log_in(browser, f"/console/{'x' * 5000}").headers["Location"] == "/console/"
-    # A cookie that somebody else made is no better.
+    # A forged cookie is no better.
     forged = f"{int(time.time() * 1000)}.x.{target}"
     state = login._derived(forged, "state")
     browser.client.cookies[login._cookie(state)] = forged

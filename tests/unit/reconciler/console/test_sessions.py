@@ -42,7 +42,7 @@ def test_a_page_without_a_session_leads_to_the_login_and_back(
 def test_a_form_whose_session_has_ended_leads_back_to_its_page(
     browse: Browse, selling: Stack
 ) -> None:
-    """What was chosen so far is in the address of the page. A browser does not encode the star."""
+    """The address of the page holds the choices so far. A browser does not encode the star."""
     browser = browse("")
     page = f"/console/projects/demo/launch?step=review&offer=lab*1&ssh_keys={'x' * 3000}"
     form = {"_call": "POST /projects/demo/allocations", "_key": "k"}

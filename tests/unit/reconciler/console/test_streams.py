@@ -44,7 +44,7 @@ def site(console: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class Reader:
-    """One stream of a session, event by event."""
+    """A stream of a session, event by event."""
 
     def __init__(self, site: str, path: str, browser: Browser, place: str = "", **headers: str):
         self.place = place
@@ -63,7 +63,7 @@ class Reader:
         self._lines = self.answer.iter_lines()
 
     def event(self) -> str:
-        """The next event's data; "over" for the last one, "" at the end of the connection."""
+        """The next event's data; "over" for the last event, "" at the end of the connection."""
         data = []
         for line in self._lines:
             name, _, value = line.partition(": ")

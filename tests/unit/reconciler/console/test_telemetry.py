@@ -1,4 +1,4 @@
-"""Telemetry as charts: what a picture, its sentence and its table show, and hostile values."""
+"""Telemetry as charts: picture, sentence and table, and hostile values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_counters_become_rates_and_a_restart_a_gap() -> None:
     (line,) = cpu.lines
     values = [round(value) for value in line.values if value is not None]
     assert values[0] == 25 and values[-1] == 100
-    # The hour is whole: what was not measured is not drawn, and is not zero.
+    # The hour is whole: times without a sample are gaps, not zero.
     assert len(line.values) == 30
     assert set(line.values) - {None} <= {25.0, 100.0, *[v for v in line.values if v]}
     assert points(line.path)[0] == 25

@@ -52,7 +52,7 @@ def test_a_change_whose_telling_failed_is_not_committed(on_either: Site) -> None
             advance(conn, Slot, slot.id, "disable", on_either.act)
             raise Problem("test", 409, expected="", found="", remedy="")
 
-    # Even when the failure is forgotten, what was done cannot be committed.
+    # Even if the caller drops the failure, the transaction cannot be committed.
     with pytest.raises(sa.exc.InvalidRequestError), transaction(on_either.engine) as conn:
         with pytest.raises(Problem):
             half(conn)

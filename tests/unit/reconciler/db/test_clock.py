@@ -32,7 +32,7 @@ postgres_engine = test_postgres.engine
 
 RECONCILER = Path(reconciler.__file__).parent
 YEAR = 365 * 86_400.0
-# Who decides what is late, who holds what, and who may: nothing of it may ask its own machine.
+# Packages that decide on deadlines, holds and rights: none may read its machine's clock.
 BY_DATABASE = ("db", "records", "lifecycle", "work", "service", "api", "model")
 CLOCKS = {
     "time": {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime"},
@@ -98,7 +98,7 @@ def off_by(seconds: float) -> Iterator[None]:
 
 
 def observe(engine: sa.Engine, wrong: float) -> dict[str, Any]:
-    """What two machines are results that share a database; only one of them has the right time."""
+    """Results of two machines that share a database; only one of them has the right time."""
     results: dict[str, Any] = {}
 
     def queue(conn: sa.Connection, kind: TaskKind) -> None:
@@ -173,6 +173,6 @@ def test_on_the_machines_own_clocks_the_same_story_goes_wrong(
     monkeypatch.setattr(clock, "now", lambda: sa.literal(time.time()))
     results = observe(sold.engine, wrong)
     lies = {what for what, holds in results.items() if not holds}
-    # A clock that is behind writes what is over at once; one that is ahead ends what others hold.
+    # A slow clock writes records that are expired at once; a fast clock ends the holds of others.
     outcome = "its leadership stands" if wrong < 0 else "a leadership stands for it"
     assert outcome in lies and len(lies) >= 3, lies

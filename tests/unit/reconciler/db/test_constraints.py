@@ -18,7 +18,7 @@ from reconciler.model.states import LIVE_CLAIMS, ClaimState, NodeMode
 from reconciler.records import nodes, proofs
 from tests.unit.reconciler.conftest import Site
 
-# What two live claims may never have in common, and whether only on one node.
+# Values that two live claims must not share, and whether only within a node.
 EXCLUSIVE = {
     "slot": ("slot_id", False),
     "gpu": ("gpu_pci_address", True),
@@ -59,7 +59,7 @@ def conn(claimed: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextlib.contextmanager
 def refused(conn: sa.Connection, *words: str) -> Iterator[None]:
-    """The statement breaks a rule of the schema: the one that the engine's own words name."""
+    """The statement breaks a rule of the schema: the rule that the engine's message names."""
     with pytest.raises(sa.exc.IntegrityError) as caught, conn.begin_nested():
         yield
     assert any(word in str(caught.value.orig) for word in words), caught.value.orig
@@ -120,7 +120,7 @@ def test_an_ended_claim_is_in_nobodys_way(conn: sa.Connection, name: str) -> Non
         with conn.begin_nested() as attempt:
             insert(conn, claim | {"state": state.value})
             attempt.rollback()
-    # Nor is a live one that has everything of its own.
+    # A live claim with resources of its own is accepted.
     insert(conn, second_claim(conn))
 
 
@@ -137,7 +137,7 @@ def change(conn: sa.Connection, slot: dict[str, Any], **values: Any) -> None:
 
 @pytest.mark.covers("I4")
 def test_available_needs_the_proof_of_its_own_disk_as_it_is_now(conn: sa.Connection) -> None:
-    """I4: none, another disk's, an older one of this disk, one that nobody has."""
+    """I4: no proof, another disk's, an older proof of this disk, a missing proof."""
     slot = second(conn)
     (theirs,) = rows.every(
         conn, sa.select(tables.proofs).where(tables.proofs.c.disk_identity != slot["nvme_identity"])
@@ -254,7 +254,7 @@ def test_no_slot_is_available_under_a_live_claim(conn: sa.Connection) -> None:
 @pytest.mark.covers("I4")
 @pytest.mark.parametrize("by", ["disk", "slot"])
 def test_no_disk_is_proven_under_a_live_claim(conn: sa.Connection, by: str) -> None:
-    """What its tenant may still write on is not proven; once he has left, that would count."""
+    """No proof of a disk that a tenant may still write to: it would count after the claim."""
     slot = second(conn)
     claim = second_claim(conn)
     if by == "disk":
@@ -292,7 +292,7 @@ def test_a_claim_on_a_whole_machine_holds_its_slots_too(conn: sa.Connection) -> 
     insert(conn, claim)
     with refused(conn, "a slot under a live claim is not available"):
         change(conn, slot, status="available")
-    # Withdrawn: nobody was let in.
+    # Withdrawn: no tenant was let in.
     move(conn, claim, ClaimState.RELEASED)
     change(conn, slot, status="available")
     with refused(conn, "a claim on a whole machine needs its slots off sale"):

@@ -55,7 +55,7 @@ def validator(message: str) -> Draft202012Validator:
 
 
 def problems(event: Event) -> list[str]:
-    """What is wrong with an event as a reader gets it."""
+    """Violations of the contract by an event as a reader gets it."""
     if event["topic"] not in channels():
         return [f"unknown topic {event['topic']}"]
     return [error.message for error in validator(channels()[event["topic"]]).iter_errors(event)]

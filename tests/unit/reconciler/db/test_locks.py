@@ -28,7 +28,7 @@ def conn(sold: Site) -> Iterator[sa.Connection]:
 
 @pytest.fixture
 def scopes(sold: Site, conn: sa.Connection) -> dict[str, Scope]:
-    """One scope of each kind, by name, around the same allocation of node n1."""
+    """A scope of each kind, by name, around the same allocation of node n1."""
     key = sold.allocate(conn)
     (task,) = queue.every(conn, allocation_id=key)
     low, high = sorted(slot.id for slot in slots.of_node(conn, "n1"))
@@ -113,7 +113,7 @@ def test_each_connection_has_scopes_of_its_own(sold: Site, scopes: dict[str, Sco
 
 
 def enter(scopes: dict[str, Scope], order: Any) -> None:
-    """Each scope inside the one before it."""
+    """Enter each scope inside the previous scope."""
     first, *rest = order
     with scopes[first]():
         if rest:

@@ -142,7 +142,7 @@ def test_no_slot_is_sold_under_a_boot_that_ends_meanwhile(
         second = beside(lambda: retrying(sold.engine, sell))
         with pytest.raises(TimeoutError):
             second.result(A_WHILE_S)
-        # Whoever holds the node may go on to its slots: the one who waits holds none of them.
+        # The holder of the node may go on to its slots: the waiting transaction holds none of them.
         query = sa.select(tables.slots).where(tables.slots.c.node_id == "n1")
         assert len(conn.execute(query.with_for_update(nowait=True)).all()) == 2
     second.result(SOON_S)
@@ -269,7 +269,7 @@ def test_who_removes_a_known_machine_waits_for_its_allocation_and_holds_no_slot(
 def test_the_end_of_a_look_at_a_host_waits_for_its_slices_and_does_not_hold_the_host(
     sold: Site, beside: Beside, kind: TaskKind
 ) -> None:
-    """It may find one powered off, or start it. Who holds the slice wants its node next."""
+    """It may find a slice powered off, or start it. The holder of the slice locks the node next."""
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")
         key, identity = sold.active(conn), sold.document(0)["identity"]

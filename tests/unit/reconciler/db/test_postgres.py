@@ -163,7 +163,7 @@ def test_many_at_once(engine: sa.Engine, site: Site) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(client, range(10)))
         leased = [task for taken in pool.map(worker, range(8)) for task in taken]
-    # A worker passes over what another one is looking at; at its next look it is there.
+    # A worker skips tasks that another worker has locked; its next look finds them.
     leased += [task for number in range(3) for task in worker(number)]
     assert answers.count("no_capacity") == 4
     assert len(leased) == len(set(leased)) == 6
@@ -198,7 +198,7 @@ def test_pages_hold_every_row_once(engine: sa.Engine, site: Site) -> None:
 
 @pytest.mark.covers("CTRL-8", "I3")
 def test_a_relay_misses_nothing_that_commits_late(engine: sa.Engine) -> None:
-    """What is written to the outbox first may be seen last, where transactions overlap."""
+    """Where transactions overlap, the first event in the outbox may become visible last."""
     taken: list[str] = []
 
     def deliver() -> None:

@@ -43,7 +43,7 @@ def test_the_schema_of_the_baseline_is_as_it_was(url: str) -> None:
 
 @pytest.mark.covers("CTRL-2")
 def test_numbers_are_the_order_of_the_chain() -> None:
-    """The service reads the names of the files, and Alembic what is in them."""
+    """The service reads the names of the files, and Alembic their contents."""
     scripts = ScriptDirectory(str(Path(migrations.__file__).parent)).walk_revisions()
     chain = [script.revision for script in scripts][::-1]
     # The baseline has the number of the last migration before it.

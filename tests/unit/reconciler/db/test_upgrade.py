@@ -38,7 +38,7 @@ def upgrade():
     op.add_column("projects", sa.Column("added", sa.Text(), nullable=False, server_default="x"))
     {}
 """
-# Columns that stay null where another one has a value.
+# Columns that stay null where another column has a value.
 EMPTY = {"console_sessions.login"}
 # Values that satisfy checks over several columns and triggers. Other columns take any value.
 PLAIN: dict[str, Any] = {
@@ -82,7 +82,7 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Engine]
 
 @pytest.fixture
 def add_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Adds a migration to those of this version, or replaces it by one that fails."""
+    """Adds a migration to those of this version, or replaces it by a failing migration."""
     before, folder = head(), tmp_path / "migrations"
     shutil.copytree(Path(migrations.__file__).parent, folder)
 
@@ -215,7 +215,7 @@ def _ends(child: int) -> int:
 def _catalog(engine: sa.Engine) -> dict[str, Any]:
     """The schema of a database, without the order of columns and their defaults.
 
-    A column that a migration adds is the last one, and has a default for the rows that exist.
+    A column that a migration adds is the last column, and has a default for the rows that exist.
     Writers give every value.
     """
     inspector = sa.inspect(engine)
@@ -249,7 +249,7 @@ def _tables(conn: sa.Connection) -> list[sa.Table]:
 
 
 def _fill(conn: sa.Connection, table: sa.Table) -> dict[str, Any]:
-    """One row with a value in every column."""
+    """Insert a row with a value in every column."""
     conn.execute(sa.delete(table))  # A migration may have made a row.
     today = tables.metadata.tables[table.name].columns
     row = {

@@ -50,7 +50,7 @@ def template(database: Database) -> Path:
 
 @pytest.fixture(scope="session")
 def beginnings(database: Database, template: Path) -> dict[str, Moment]:
-    """A site with two slots on sale, and one with a machine."""
+    """A site with two slots on sale, and a site with a whole machine."""
     made = {}
     site = Site(database.restore(template))
     site.node()
@@ -91,7 +91,7 @@ def moments(
 def at(
     moments: dict[str, Moment], database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Open:
-    """A scenario that begins before this kind of task; as many as wanted, one after the other."""
+    """Opens scenarios that begin before a kind of task, any number of them in sequence."""
     count = iter(range(10_000))
 
     def opened(kind: str) -> ScriptedSite:

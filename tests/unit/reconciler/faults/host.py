@@ -1,8 +1,8 @@
 """Model of a host, as far as the modules of provision, power and release change it.
 
 The ledger is the collection's own (`_ledger.py`) over files in memory, so fences are judged by the
-code that judges them on a host. The rest follows the modules' documentation: what each refuses,
-what it changes, and that a second time it changes nothing.
+code that judges them on a host. The rest follows the modules' documentation: their refusals, their
+changes, and no change on a second call.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ class Host:
             _ledger._host = before
 
     def act(self, module: str, params: Document, dry: bool) -> Document:
-        """What a module answers; KeyError for one that nobody has told this model about."""
+        """The answer of a module; KeyError for a module that this model does not have."""
         with self.at():
             host = self.copied() if dry else self
             if dry:
-                # In check mode a module says what it found, not what it would leave.
+                # In check mode a module reports the state before its change.
                 return {"changed": False, **MODULES[module](host, params)}
             before = self.seen()
             outcome = MODULES[module](host, params)
@@ -167,7 +167,7 @@ def slice_lease(host: Host, params: Document) -> Document:
             entry = _ledger.check(slot["slot_id"], slot["fence"])
             others = {disk for k, disks in host.running.items() if k != key for disk in disks}
             if disk_of(slot) in others:
-                # As the driver does: a blocked plan is told together with what was seen.
+                # As the driver does: a blocked plan is reported together with the observed state.
                 return guest | {"failed": True, "error": refuse("device_in_use").document()}
             others_lease = entry.allocation_id != key
             ended = state == "kept" and (others_lease or entry.fence != slot["fence"])
@@ -499,7 +499,7 @@ def baremetal_lease(host: Host, params: Document) -> Document:
         for name in names:
             _ledger.check(name, fence)
     except Refusal as stale:
-        # As the driver does: a blocked plan is told together with what was seen.
+        # As the driver does: a blocked plan is reported together with the observed state.
         late = {"failed": True, "msg": str(stale), "error": stale.document()}
     else:
         _MACHINE_STATES[params["state"]](host, params, disks, before)
@@ -574,7 +574,7 @@ def baremetal_tenant(host: Host, params: Document) -> Document:
         if host.accounts - {name}:
             raise refuse("account_taken")
         host.accounts.add(name)
-        # A tenant that is in uses what there is.
+        # A tenant with an account uses the disks.
         holder = _ledger.load(MACHINE).allocation_id
         for entry in _ledger.entries():
             if entry.disk_identity and entry.dirty and entry.allocation_id == holder:

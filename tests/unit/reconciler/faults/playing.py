@@ -56,13 +56,13 @@ class Killed(BaseException):
 
 @dataclass
 class Failed(Exception):
-    """A task failed; result is what Ansible registers of it."""
+    """A task failed; result: as Ansible registers it."""
 
     task: str
     result: Document
 
 
-# What a driver may answer to a step: how to do it. None: just do it.
+# A driver's answer to a step: how to do it. None: just do it.
 How = Callable[[Callable[[], Document]], Document]
 Playing = Generator[Step, How | None, Document]
 
@@ -121,7 +121,7 @@ def read(path: Path) -> Any:
 
 
 class Scope:
-    """Variables. What the run was given is data; everything else is a template until it is used."""
+    """Variables. Values given to the run are data; others are templates until they are used."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = dict(given) | {"omit": OMIT}
@@ -189,7 +189,7 @@ def _listed(of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Missing(jinja2.StrictUndefined):
-    """What is not there has nothing in it either: `a.b.c | default(…)` works, as in Ansible."""
+    """A missing value holds only missing values: `a.b.c | default(…)` works, as in Ansible."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -259,7 +259,7 @@ class _Run:
                 read(file), file.parent if file.parent.name == "tasks" else folder
             )
         elif action == f"{CORE}validate_argument_spec":
-            # What is given here is what the contract allows, which a test of the contract compares.
+            # The given values follow the contract, which a test of the contract compares.
             return
         elif action == f"{CORE}set_stats":
             self.stats |= self._scope.value(arguments["data"])

@@ -1,4 +1,4 @@
-"""A site with one scripted host: its database is real, its workers are real, runs are played.
+"""A site with a scripted host: its database is real, its workers are real, runs are played.
 
 A run stands where ansible-runner's process does: it is launched once, observed from outside, and
 can be killed, stopped for a while, or sent twice. Its events go through the real recorder.
@@ -38,12 +38,12 @@ from tests.unit.reconciler.faults.playing import How, Killed, Playing, Step, pla
 
 # How a step is done, by its place in the run; Stopped and Killed may come out of it.
 Decide = Callable[["Run", int, Step], How | None]
-# Of what a host has, that which is of one tenant.
+# State of a host that belongs to a single tenant.
 EMPTY = ("reservations", "seeds", "running", "off", "plans", "accounts", "mounts", "baselines")
 
 
 class Stopped(Exception):
-    """The run's process stands still; it may go on later, and nobody can tell."""
+    """The run's process stands still; it may go on later without notice."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Unanswered(Exception):
 
 @dataclass
 class Run:
-    """One run. steps: those that were begun."""
+    """A run. steps: the steps that were begun."""
 
     spec: RunSpec
     playing: Playing
@@ -69,7 +69,7 @@ class Run:
 class Runner:
     """Plays every run at once when it is launched.
 
-    faults: what goes wrong in the next run of a kind of task.
+    faults: the fault of the next run, by kind of task.
     """
 
     def __init__(self, host: Host, state_dir: Path, discovery: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Runner:
         run.recorder({"event": event, "event_data": data})
 
     def _seen(self, playbook: str) -> dict[str, Any]:
-        """The host is well, whoever looks."""
+        """Discovery and parity report of a healthy host."""
         identity = self._discovery["identity"] | {"boot_id": self.host.boot_id}
         self._discovery = self._discovery | {"identity": identity}
         report: dict[str, Any] = {"intent": "slice", "failures": 0, "warnings": 0}
@@ -167,7 +167,7 @@ def _outcome(verdict: dict[str, Any]) -> Outcome:
 
 
 class ScriptedSite:
-    """One scenario: a database and a host of its own, begun from a kept moment."""
+    """A scenario: a database and a host of its own, begun from a kept moment."""
 
     def __init__(self, site: Site, runner: Runner, settings: Settings) -> None:
         self.site, self.engine = site, site.engine
@@ -187,19 +187,19 @@ class ScriptedSite:
         raise AssertionError("the work does not come to an end")
 
     def die(self) -> None:
-        """As `work`, and the reconciler is killed in the middle; then another one starts."""
+        """As `work`, and the reconciler is killed in the middle; then another reconciler starts."""
         with pytest.raises(Killed):
             self.work()
         self.restart()
 
     def restart(self) -> None:
-        """Another reconciler takes up what the first one left."""
+        """Another reconciler takes over the tasks of the first."""
         with transaction(self.engine) as conn:
             queue.abandon(conn, "worker")
         self.work()
 
     def deadlines_pass(self) -> None:
-        """All running tasks are late, nobody holds them any more, and somebody looks, twice."""
+        """All running tasks are overdue and without a lease; deadlines are checked twice."""
         for _ in range(2):
             with transaction(self.engine) as conn:
                 queue.abandon(conn, "worker")
@@ -209,14 +209,14 @@ class ScriptedSite:
             end_overdue(self.engine, self.settings)
 
     def sound(self, where: str) -> None:
-        """Every invariant of the database holds, and what it sells is true of the host."""
+        """Every invariant of the database holds, and its records are true of the host."""
         with reading(self.engine) as conn:
             violations = invariants.check(conn)
             lies = self.lies(conn)
         assert violations == [], f"{where}: {violations}"
         assert lies == [], f"{where}: {lies}"
 
-    # What differs between slices and whole machines.
+    # Differences between slices and whole machines.
     def lies(self, conn: sa.Connection) -> list[str]:
         raise NotImplementedError
 
@@ -227,7 +227,7 @@ class ScriptedSite:
         raise NotImplementedError
 
     def recover(self) -> bool:
-        """What an operator asks for so that everything comes back; False: nothing to ask for."""
+        """Request the recovery that an operator would; False: nothing to recover."""
         raise NotImplementedError
 
     def state(self, allocation_id: str) -> str:
@@ -247,7 +247,7 @@ class ScriptedSite:
         for name in EMPTY:
             assert not getattr(self.host, name), f"{where}: {name} {getattr(self.host, name)}"
         assert not any(self.host.disks.values()), f"{where}: {self.host.disks}"
-        # What stays: the cached image, and which slot had which clone, outdated by its wipe.
+        # These stay: the cached image, and the slots' records of clones, outdated by the wipe.
         assert self.host.images <= self._catalogue(), f"{where}: images {self.host.images}"
         wiped = {
             entry.slot_id for entry in self.host.ledger() if entry.disk_identity in self.host.proofs

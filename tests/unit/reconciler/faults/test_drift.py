@@ -1,7 +1,7 @@
 """Drift reconciliation beside provision and release, at every step of theirs (I14).
 
-The host is looked at before or after a step, and the records hear of it at once, or when all is
-over. Whatever the snapshot shows, nothing of what is under way is freed, blocked or found wrong.
+The host is looked at before or after a step, and the look is reported at once or at the end.
+Whatever it shows, resources of running work are not freed, blocked or found wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 class Look:
-    """One look at the host: its task is taken, its playbook is played, its result may wait."""
+    """A look at the host: its task is taken, its playbook is played, its result may wait."""
 
     def __init__(self, scripted: ScriptedSite) -> None:
         self._scripted = scripted
@@ -57,7 +57,7 @@ class Look:
             self.result = contract.check_result(end.value["result"])
 
     def report(self) -> Record:
-        """The records hear of it; what they made of it."""
+        """Report the look; returns the result of its task."""
         outcome = Outcome("successful", self.result)
         scripted = self._scripted
         settle(scripted.engine, scripted.settings, HANDLERS[self.task.kind], self.task, outcome)
@@ -109,7 +109,7 @@ def test_a_look_at_any_step_changes_nothing(
 def beside(
     index: int, look: Callable[[], None], report: Callable[[], None], moment: str, reported: str
 ) -> Callable[[Run, int, Step], How | None]:
-    """At one step: look before or after it, and tell at once or not yet."""
+    """At the step with this number: look before or after it, and report at once or later."""
 
     def how(do: Callable[[], Record]) -> Record:
         if moment == "before":
@@ -131,7 +131,7 @@ def test_what_a_lost_run_goes_on_to_do_is_found_and_cleaned(at: Open) -> None:
     seen = scripted.host.copied()
     scripted.work()
     assert statuses(scripted) == ["available", "available"]
-    # As if somebody had started it again, through what writes the ledger before the disk.
+    # As if the slice had been started again by a step that writes the ledger before the disk.
     scripted.host.running, scripted.host.disks = seen.running, seen.disks
     entries = {entry.disk_identity: entry for entry in seen.ledger()}
     with scripted.host.at():

@@ -1,7 +1,7 @@
 """A network that carries one direction only: requests arrive and answers are lost, or the reverse.
 
-Whatever the host did or did not do, nobody knows: nothing of it is freed (I13), not even when the
-host answers again. Then the clean-up is cut off as well, in the other direction.
+The records cannot know the acts of the host: nothing is freed (I13), not even when the host answers
+again. Then the clean-up is cut off as well, in the other direction.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.covers("CTRL-8", "CTRL-9", "I13")
 
 # Of a connection that was never made, whichever of the first packets was lost.
 NO_WAY = "ssh: connect to host 10.0.2.15 port 22: Connection timed out"
-# Of one that was there, from which nothing comes any more.
+# Of an established connection that went silent.
 CUT = "Timeout, server 10.0.2.15 not responding."
 
 
 class Line:
-    """The way to the host, which one step finds cut in one direction.
+    """The path to the host, cut in one direction at a step.
 
-    unheard: what the host still works at when nobody hears of it any more.
+    unheard: effects that the host completes after the connection is lost.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Line:
 
     def _cut(self, number: int, effect: Callable[[Callable[[], Any]], Any]) -> Decide:
         def how(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-            # What the host refuses is no more heard than what it does.
+            # A refusal of the host is lost like its answer.
             with contextlib.suppress(Refusal):
                 effect(do)
             raise Unanswered(CUT)

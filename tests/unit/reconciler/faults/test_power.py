@@ -83,7 +83,7 @@ def record(scripted: Slice, key: str) -> Allocation:
 
 
 def differences(scripted: Slice) -> set[str]:
-    """Codes of what the host differs in from the records, which hear of it."""
+    """Codes of the differences between host and records, from a look that is reported."""
     look = Look(scripted)
     look.take()
     return {row["code"] for row in look.report()["differences"]}
@@ -129,7 +129,7 @@ def test_an_action_that_goes_wrong_is_asked_for_again(
         seen = differences(scripted)
         assert seen <= {"guest_stopped"}, where
         row, on = record(scripted, key), key in scripted.host.running
-        # One that is off against its project's wish is owed a start, and is named.
+        # A slice that is off against its project's wish is owed a start, and is reported.
         assert row.stopped is (not on and not runs), where
         assert bool(seen) is (not on and runs), where
         ask(scripted, key, action)

@@ -1,7 +1,7 @@
 """Every step of provision and release, each with every fault; afterwards nothing is untrue.
 
-After each fault the reconciler goes on or is started again; what it believes must hold by itself
-(`invariants`) and of the host, and the way back must need nothing but what an operator may ask for.
+After each fault the reconciler goes on or is started again; its records must be consistent
+(`invariants`) and true of the host, and recovery must need only requests that an operator may make.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Decide = Callable[[Run, int, Step], How | None]
 
 
 def at_step(index: int, how: Callable[[], How]) -> Decide:
-    """Nothing until the step with this number, and there what `how` says."""
+    """No fault until the step with this number, and `how` there."""
     return lambda _run, now, _step: how() if now == index else None
 
 
@@ -281,7 +281,7 @@ def test_a_run_is_sent_twice(at: Open, healthy: dict[str, Healthy], kind: str) -
         scripted.sound(where)
         task = ended(scripted, kind)
         ending = (task.state, task.error.get("code", ""))
-        # The tenant whom the second one let in uses the disks that the first one would wipe.
+        # The tenant whom the second run let in uses the disks that the first run would wipe.
         entered = kind == TaskKind.BAREMETAL_PROVISION and any(
             later.module == "nvme_wipe" for later in healthy[kind].steps[number + 1 :]
         )
@@ -365,7 +365,7 @@ def test_the_undoing_fails_too(at: Open, healthy: dict[str, Healthy], kind: str)
 @pytest.mark.parametrize("how", [fail_before, fail_after, kill_before, kill_after])
 @pytest.mark.long
 def test_every_pair_of_steps(at: Open, healthy: dict[str, Healthy], kind: str, how: How) -> None:
-    """Something goes wrong at one step, and then at each step of what is to undo it."""
+    """A fault at one step, and then at each step of the task that undoes it."""
     undo = UNDOING[kind.startswith("baremetal.")]
     for number, step in enumerate(healthy[kind].steps):
         for second, undone in enumerate(healthy[undo].steps):
@@ -410,7 +410,7 @@ def test_a_late_run_does_no_harm(
         assert scripted.state(key) == "active", where
         if next_tenant == "before":
             scripted.runner.go_on(late)
-        # The wait for a slice's guest knows no fence; giving back after it is what is refused.
+        # The wait for a slice's guest knows no fence; giving back after it is refused.
         if kind.startswith("baremetal."):
             assert late.outcome and late.outcome.result, f"{where}: it does not say how it ended"
         scripted.sound(where)

@@ -89,7 +89,7 @@ class World:
             slices.provision_started(conn, mine, ACT)
             slices.provision_succeeded(conn, mine, ACT, connection=connection)
             queue.finish(conn, task.id, task.lease_token, TaskState.SUCCEEDED, ACT)
-        # What cloud-init writes into a guest with a terminal.
+        # Files that cloud-init writes into a guest with a terminal.
         for each in seed(self.gateway.trust, mine):
             self.seed[each["path"]].write_text(each["content"])
         return mine
@@ -98,7 +98,7 @@ class World:
         with transaction(self.stack.engine) as conn:
             change = sa.update(nodes).where(nodes.c.id == NODE)
             conn.execute(change.values(address="127.0.0.1", port=node_port))
-            # The first slot is placed first; its guest is the one that runs here.
+            # The first slot is placed first; its guest runs here.
             first = sa.select(sa.func.min(slots.c.slot_index)).scalar_subquery()
             change = sa.update(slots).where(slots.c.slot_index == first)
             conn.execute(change.values(private_ip="127.0.0.1"))
@@ -239,7 +239,7 @@ def world(
 
 
 async def _ended() -> None:
-    """End what is left on the loop and its threads, as `asyncio.run` does: a connection that is
+    """End leftover tasks of the loop and its threads, as `asyncio.run` does: a connection that is
     just being given up closes its socket in a later turn of the loop.
     """
     left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -252,8 +252,8 @@ async def _ended() -> None:
 
 
 class Mute:
-    """SSH servers that let the gateway in, and then answer nothing. requested: what they refuse to
-    answer. connections: the open ones.
+    """SSH servers that let the gateway in, and then answer nothing. requested: a request came that
+    they do not answer. connections: the open ones.
     """
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ class Mute:
         self._monkeypatch = monkeypatch
 
     def guest(self, stage: str) -> None:
-        """Put one in the place of the guest, which opens no channel, or no terminal in it."""
+        """Put a mute server in place of the guest: it opens no channel, or no terminal in it."""
         world = self._world
         key = str(world.guest.folder / "host_key")
         number = self._listen(key, ca.terminal_principal(world.allocation), stage)
@@ -274,7 +274,7 @@ class Mute:
         open_way(world, world.allocation)
 
     def host(self) -> None:
-        """Put one in the place of the host."""
+        """Put a mute server in the place of the host."""
         key = self._world.host.folder / "host_key"
         principal = f"slice:{self._world.allocation}"
         self._world.dial(self._listen(str(key), principal, "channel"))
@@ -290,7 +290,7 @@ class Mute:
         return self._acceptor.get_port()
 
     def close(self) -> None:
-        """End them, with what they have not answered."""
+        """End the servers, with their unanswered requests."""
         if self._acceptor is not None:
             self._world.loop.call_soon_threadsafe(self._acceptor.close)
         ends = [each.cancel for each in self.unanswered]

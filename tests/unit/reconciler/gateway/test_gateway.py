@@ -252,7 +252,7 @@ def test_ports_of_the_guest(world: World) -> None:
 
 
 def _echo(there: socket.socket) -> None:
-    """Answer each connection with what it has sent, when it has sent all."""
+    """Echo the input of each connection once it is complete."""
     while True:
         try:
             connection, _ = there.accept()
@@ -418,7 +418,7 @@ def test_a_gateway_without_a_name_or_a_role_to_make_says_so(world: World) -> Non
 
 
 def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
-    """Whoever has the gateway's keys, all of them, reaches what the host's lines say, and no more.
+    """A thief of all keys of the gateway reaches only the addresses in the host's lines.
 
     Its database is not looked at here.
     """
@@ -439,7 +439,7 @@ def test_the_host_admits_the_gateway_to_this_guest_only(world: World) -> None:
 
 
 def dial(world: World, trust: ca.Trust, *words: str, certificate: str = "") -> str:
-    """What the host answers to a client with the gateway's keys in this folder."""
+    """Answer of the host to a client with the gateway's keys in this folder."""
     key = world.tree / "relay"
     public = key.with_name("relay.pub").read_text() if key.exists() else new_key(key)
     line = ca.relay_certificate(trust, public, certificate or world.allocation)
@@ -454,13 +454,13 @@ def dial(world: World, trust: ca.Trust, *words: str, certificate: str = "") -> s
 
 
 def test_a_stolen_authority_is_replaced(world: World, tmp_path: Path) -> None:
-    """The host has the new one after its comparison; the gateway with the old one ends itself."""
+    """The host's comparison brings the new authority; the gateway with the old authority ends."""
     site = world.stack.settings
     shutil.copytree(world.gateway.trust.directory, tmp_path / "stolen")
     stolen, folder = ca.Trust(tmp_path / "stolen"), ca.Trust(ca.gateway_folder(site.state_dir))
     guest = ["-W", f"127.0.0.1:{world.guest.port}"]
     assert dial(world, stolen, *guest).startswith("SSH-2.0-")
-    # Another machine of the service knows the earlier one until it starts again.
+    # Another machine of the service knows the earlier authority until it starts again.
     other = site.model_copy(update={"state_dir": tmp_path / "other"})
     shutil.copytree(site.state_dir / "trust", other.state_dir / "trust")
     # As a gateway on another machine, which keeps its folder.
@@ -490,7 +490,7 @@ def test_a_stolen_authority_is_replaced(world: World, tmp_path: Path) -> None:
 def test_the_gateways_authority_opens_no_other_account_and_no_other_opens_the_gateways(
     world: World,
 ) -> None:
-    """By sshd itself, with the settings as hosts have them: the global ones and the relay's."""
+    """By sshd itself, with the settings as hosts have them: the global settings and the relay's."""
     site = ca.open_trust(world.stack.settings.state_dir)
     key, folder = world.tree / "any", world.tree
     public = new_key(key)
@@ -601,7 +601,7 @@ def test_strangers_keep_nobody_out_of_the_audit_log(world: World) -> None:
 
 
 def test_strangers_close_the_door_for_nobody(world: World) -> None:
-    """Those that never log in wait apart from others, and from most networks the first one goes."""
+    """Connections before login are counted apart; if full, the busiest network loses its first."""
     limits = {"connections": 1, "of_address": 1, "strangers": 4, "strangers_of_address": 3}
     world.gateway.limits = replace(world.gateway.limits, login_s=600, **limits)
 
@@ -644,7 +644,7 @@ def test_a_client_that_does_not_log_in_is_cut(world: World) -> None:
 def test_no_session_keeps_the_others_from_being_cut(
     world: World, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Neither one that cannot be judged, nor other work of the process."""
+    """Neither a session that cannot be judged, nor other work of the process."""
     released, reason = threading.Event(), Client.reason
 
     def judge(client: Client, conn: sa.Connection, claim: Claim) -> str:
@@ -675,7 +675,7 @@ def test_no_session_keeps_the_others_from_being_cut(
 
 
 def test_an_answer_belongs_to_the_claim_that_was_asked(world: World) -> None:
-    """A terminal may begin meanwhile; other sessions of the person without one go on."""
+    """A terminal may begin meanwhile; other sessions of the person without a terminal go on."""
     line = world.ssh("echo in; cat")
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as session:
         assert session.stdout.readline() == b"in\n"
@@ -993,7 +993,7 @@ def test_one_tenant_does_not_take_all_logins_at_a_host(
     clients += world.on_loop(ask(other, machine.LOGINS_OF_ALLOCATION))
     until(lambda: len(begun) > machine.LOGINS_OF_ALLOCATION)
     time.sleep(0.5)
-    # At once, or a turn that one gives back would be another's.
+    # All at once, or a freed turn would go to another of these clients.
     world.loop.call_soon_threadsafe(lambda: [client.abort() for client in clients])
     until(lambda: not world.gateway.clients)
     silent.close()
@@ -1006,7 +1006,7 @@ def test_one_tenant_does_not_take_all_logins_at_a_host(
 def test_a_client_that_hangs_up_leaves_no_login_at_the_host(
     world: World, terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No limit counts what its session has left behind."""
+    """No limit counts leftover logins."""
     real, begun, going = machine.Machine._login, threading.Event(), threading.Event()
     logins: list[asyncssh.SSHClientConnection] = []
 
@@ -1143,7 +1143,7 @@ def test_connections_that_were_given_up_are_bounded(world: World, mute: Mute) ->
 
 
 def test_a_refused_session_leaves_no_connection_in_the_machine(world: World) -> None:
-    """Its record is refused when the machine has answered, and no limit counts what is left."""
+    """Its record is refused after the machine's answer; no limit counts leftover connections."""
     world.gateway.limits = replace(QUICK, begun=0, begun_per_s=0.001)
 
     async def ask() -> None:
@@ -1344,7 +1344,7 @@ def test_a_database_that_is_away_admits_nobody_and_ends_what_it_cannot_judge(
 def test_a_terminal_that_opens_while_sessions_are_authorised_ends_no_watch(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The terminal is part of the claim, which is therefore another one after the answer."""
+    """The terminal is part of the claim, so the claim differs after the answer."""
     gateway = Gateway(world.gateway.engine, world.gateway.trust, "x", QUICK)
     client = Client(gateway)
     client.since = 1.0

@@ -115,14 +115,14 @@ def terminal() -> bool:
 
 @pytest.fixture
 def records(postgres_database: PostgresDatabase, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The role's own engine; of a site that sells where a test has one."""
+    """The role's own engine; of the selling site if the test has it."""
     if "selling" in request.fixturenames:
         site = request.getfixturevalue("selling").engine
     else:
         site = postgres_database.restore()
     with reading(site) as conn:
         text = role.sql(conn, 40)
-    # What it had before goes, also from a column, and nothing is lost by another time.
+    # Earlier rights are revoked, also on columns, and a second run loses nothing.
     administer(site, "CREATE ROLE gpuaas_gateway;" if not exists(site) else "")
     administer(site, "GRANT UPDATE (state), DELETE ON allocations TO gpuaas_gateway;")
     administer(site, text)
@@ -253,7 +253,7 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
             (now, "", "project.terminal_recording", "{}"),
             (now, "platform-admin", "gateway.refused", "{}"),
             ("1", "", "gateway.refused", "{}"),
-            # No reader of the log could show such rows, and nobody may delete them.
+            # No reader of the log could show such rows, and they cannot be deleted.
             (now, "", "gateway.refused", "null"),
             (now, "", "gateway.refused", "[]"),
             (now, "", "gateway.refused", f'{{"words": "{"x" * 10_000}"}}'),
@@ -269,7 +269,7 @@ def test_a_stolen_gateway_forges_nothing_of_others(world: World, records: sa.Eng
             "UPDATE service_processes SET seen_at = 0",
         ):
             assert conn.execute(statement).rowcount == 0, statement
-        # What it invents keeps nobody from a terminal in the browser.
+        # Invented sessions block no terminal in the browser.
         for number in range(64):
             conn.execute(session.format("terminal", number).encode())
         assert "row-level security" in tried(conn, session.format("web", 1))

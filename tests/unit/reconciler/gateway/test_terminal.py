@@ -429,7 +429,7 @@ def test_what_ends_cuts_the_terminal(world: World, site: Site, end: Callable[[Wo
     ("groups", "code", "number"),
     [
         (("project-other",), "membership_ended", 4004),
-        # The records would name a member for what an operator does.
+        # The records would name a member for an operator's acts.
         (("project-demo", "admins"), "session_ended", 4002),
     ],
 )
@@ -501,7 +501,7 @@ def ticket_of_page(site: Site, page: str, cookie: dict[str, str]) -> str:
 def test_a_ticket_opens_one_terminal_of_its_holder(world: World, site: Site) -> None:
     first = site.ticket()
     assert first["path"] == "/terminal" and first["recorded"] is False
-    # Others neither use it nor use it up: another member, and another credential of the same one.
+    # Neither another member nor another credential of the same member can use it, or use it up.
     for headers in (site.token("stranger"), site.token("admin")):
         with site.open(first["ticket"], headers=headers) as terminal:
             assert terminal.end()[:2] == ("ticket_refused", 4009)
@@ -610,7 +610,7 @@ JSON = st.recursive(
 )
 EVENTS = st.sampled_from(["open", "resize", "closed", "session_ready"])
 SIZES = st.integers(-1, 1001) | JSON
-# Close to what is right, and anything.
+# Nearly valid frames, and any text.
 FRAMES = st.text(max_size=64) | st.builds(
     json.dumps,
     st.fixed_dictionaries(
@@ -702,7 +702,7 @@ def test_output_that_is_not_read_stays_in_the_guest(world: World, site: Site) ->
 def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
     world: World, paused: str
 ) -> None:
-    """The client fills its window, or grants a large one and does not read from its connection."""
+    """The client fills its window, or has a large window and does not read from its connection."""
 
     async def read_nothing() -> tuple[int, int]:
         client = await asyncssh.connect(**world.login)
@@ -727,7 +727,7 @@ def test_output_that_a_client_of_ssh_does_not_read_stays_in_the_guest(
         return taken, waiting
 
     taken, waiting = world.on_loop(read_nothing())
-    # What the kernel's buffers of the connection hold was taken, too.
+    # Bytes in the kernel's buffers of the connection were taken, too.
     assert taken < 16 << 20 and waiting < 2 << 20
 
 
@@ -744,7 +744,7 @@ def test_input_that_the_guest_does_not_read_stays_with_the_client(world: World) 
         client.abort()
         return taken
 
-    # What the guest's server and the kernel's buffers hold was taken, too.
+    # Bytes in the guest's server and the kernel's buffers were taken, too.
     assert world.on_loop(type_on()) < 16 << 20
 
 
@@ -831,7 +831,7 @@ def test_terminals_of_one_member_are_counted_over_all_processes(world: World, si
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_terminals_of_one_connection_are_counted(world: World) -> None:
-    """Its record is one, and that of a jump if it began with one."""
+    """The connection has a single record, that of the jump if it began with a jump."""
 
     async def work() -> None:
         async with asyncssh.connect(**world.login) as client:
@@ -909,7 +909,7 @@ def test_shells_that_open_for_closed_channels_are_counted(
 
 @pytest.mark.parametrize("limits", [replace(QUICK, terminals=2)])
 def test_sockets_that_say_nothing_hold_no_places_of_others(world: World, site: Site) -> None:
-    """Each holds one until its first frame, without a ticket."""
+    """Each holds a place until its first frame, without a ticket."""
     with ExitStack() as opened:
         mine = [opened.enter_context(site.dial()) for _ in range(5)]
         for client in mine[2:]:
@@ -995,7 +995,7 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
         terminal.send("resize", columns=100, rows=30)
         terminal.client.send(b"exit\r")
         assert terminal.end()[0] == "shell_ended"
-    # Its digest is written after its end. The one by SSH has a recording, too.
+    # Its digest is written after its end. The session by SSH has a recording, too.
     until(lambda: all(s["recording_digest"] for s in world.sessions()))
     (session,) = [s for s in world.sessions() if s["id"] == event["session_id"]]
     replay = f"admin/ssh-sessions/{session['id']}/replay"
@@ -1022,7 +1022,7 @@ def test_a_recording_is_announced_and_replayed_by_operators(world: World, site: 
 
 
 def test_terminals_of_one_connection_share_a_recording(world: World) -> None:
-    """At once and one after the other: it can be replayed, and its digest is that of all."""
+    """In parallel and in sequence: the recording can be replayed, and its digest covers all."""
     with transaction(world.stack.engine) as conn:
         terminals.record_terminals(conn, "demo", ACT, enabled=True)
     admin = world.stack.client("admin")
@@ -1239,7 +1239,7 @@ def test_an_idle_terminal_ends_beside_a_jump(world: World) -> None:
 
 @pytest.mark.parametrize("limits", [IMPATIENT])
 def test_a_host_that_opens_no_connection_is_given_up(world: World, mute: Mute) -> None:
-    """It may open them later, and send what nobody reads."""
+    """It may open them later, and send output without a reader."""
     mute.host()
 
     async def ask() -> None:

@@ -85,7 +85,7 @@ def test_a_disk_becomes_a_raw_file_with_the_digest_of_its_bytes(
 def test_a_source_that_changes_after_its_digest_was_compared(
     raw: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """Whoever signed the digest has not signed what the owner of the file makes of it."""
+    """The digest does not cover later changes by the owner of the file."""
     source = raw.with_name("source")
     qemu_img("convert", "-O", form, raw, source)
     digest = f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}"
@@ -119,7 +119,7 @@ def test_a_second_import_leaves_the_file_that_is_registered(raw: Path, folder: P
     registered = first.file.read_bytes()
     second = convert.convert(raw, folder, limit_bytes=len(DISK), compression="zstd")
     assert (second.new, first.file.read_bytes()) == (False, registered)
-    # One with other content, such as a copy that was cut off, is none.
+    # A file with other content, such as a truncated copy, does not count.
     first.file.write_bytes(registered[:-9])
     convert.convert(raw, folder, limit_bytes=len(DISK), compression="zstd")
     assert convert._content(first.file, len(DISK)) == first.digest

@@ -41,7 +41,7 @@ def device(
 
 
 class Pass:
-    """Runs passes as the leader's loop does, and shows what NetBox has."""
+    """Runs passes as the leader's loop does, and shows the objects in NetBox."""
 
     def __init__(self, site: Site, manager: Manager, settings: Settings) -> None:
         self.site = site

@@ -137,11 +137,11 @@ def test_of_several_requests_none_waits_in_vain(turn: Loop, netbox: Pass) -> Non
             return sync.ask(conn, netbox.settings, ADMIN, apply=apply)
 
     first, second = ask(apply=True), ask(apply=False)
-    assert turn() == (4, 1), "the request that came later takes nothing from the earlier one"
+    assert turn() == (4, 1), "the later request does not change the earlier"
     assert turn.latest()["request_number"] == second > first
     assert turn() == (0, 0)
 
-    # One that comes during a pass is served by the next, and the first stays served.
+    # A request during a pass is served by the next pass, and the earlier request stays served.
     due = sync.READINGS.due(turn.engine)
     third = ask(apply=False)
     reading_ = sync.NetboxReading(due.at, due.event_id, due.request_number)

@@ -168,7 +168,7 @@ def test_hosts_with_one_serial_number_are_left_alone(maas: Maas, tenant: bool) -
 
 
 def test_a_host_with_the_serial_number_of_another_stops_only_itself(maas: Maas) -> None:
-    """MAAS itself knows both machines, and a third one that is no node yet."""
+    """MAAS itself knows both machines, and a third machine that is no node yet."""
     maas.machines.machine("m2", 2, address="10.0.2.16")
     machines = [machine(), machine(**OTHER)]
     maas.begin(*machines)
@@ -229,7 +229,7 @@ def test_a_conversion_sets_the_tag_and_a_slice_host_is_locked(maas: Maas) -> Non
     assert (sorted(row["tag_names"]), row["locked"]) == ([SLICE, "rack-7"], True)
     reading = maas.compare()
     assert (codes(reading), reading.done, maas.node().maas_tags) == ([], {}, [SLICE, "rack-7"])
-    # Somebody takes it back in MAAS: that is no intent of ours, and is named.
+    # A person takes it back in MAAS: that is not our intent, and is reported.
     maas.begin(machine(locked=True))
     assert codes(maas.compare()) == ["intent_differs"]
 
@@ -461,7 +461,7 @@ def test_a_machine_in_another_form_is_named_without_a_node_and_without_an_id(maa
     assert codes(result) == ["not_read", "not_read"]
     subjects = {row.subject for row in result.findings if row.action != "upload"}
     assert subjects == {"machine def456", "machine with the tag gpuaas-profile-slice-vm"}
-    # The machine of a node may be the one without an id. It is asked for by its id.
+    # The machine of a node may be the machine without an id. It is asked for by its id.
     maas.begin(machine(), wrong={"abc123": {"system_id": None}})
     assert codes(maas.compare()) == ["not_read", "not_read"]
 
@@ -633,7 +633,7 @@ def test_a_lock_of_a_person_that_came_before_ours_is_theirs(maas: Maas, seen: bo
     with transaction(maas.engine) as conn:
         key = maas.machines.active(conn)
     if seen:
-        # Somebody took ours off, and set another just before our next one.
+        # A person took our lock off, and set another just before our next lock.
         assert maas.compare().done == {"machines locked": 1}
         maas.begin(status={"lock": 409})
         assert codes(maas.compare()) == ["not_written"]

@@ -1,4 +1,4 @@
-"""NetBox's own inventory plugin over what a sync has written: the example of docs/netbox.md."""
+"""NetBox's own inventory plugin over the objects of a sync: the example of docs/netbox.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.plugins.inventory.inventories import ROOT, hosts
 from tests.unit.reconciler.inventory.conftest import Pass, device
 
 pytestmark = [pytest.mark.covers("ECO-2"), pytest.mark.slow]
-# The plugin imports it for a group that nobody asks for.
+# The plugin imports it for an unused group.
 PYTZ = ("pytz==2025.2", "sha256:5ddf76296dd8c44c26eb8f4b6f35488f3ccbf6fbbd7adee0b7262d43f0ec2f00")
 
 

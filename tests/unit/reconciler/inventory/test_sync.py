@@ -37,7 +37,7 @@ pytestmark = pytest.mark.covers("ECO-2")
 MACHINE_TYPE = "virtualization.virtualmachine"
 
 
-# What a sync writes about the network of the first slice of a node.
+# Objects of a sync for the network of the first slice of a node.
 NETWORK = {
     **{"VRFs created": 1, "interface objects created": 1, "mac objects created": 1},
     **{"address objects created": 1, "references set": 2},
@@ -90,7 +90,7 @@ def test_after_a_sync_a_second_comparison_is_empty(netbox: Pass) -> None:
     shown = first["custom_fields"]
     assert (shown["gpuaas_state"], shown["gpuaas_slots_total"]) == ("ready", 2)
     assert [slot["status"] for slot in shown["gpuaas_slots"]] == ["reserved", "available"]
-    # Nobody who reads NetBox learns the addresses of devices.
+    # NetBox shows no addresses of devices.
     assert "pci" not in str(shown) and "nvme" not in str(shown)
     (machine,) = netbox.objects(MACHINES)
     assert (machine["status"], machine["device"]) == ("planned", first["id"])
@@ -160,7 +160,7 @@ def test_a_journal_entry_has_the_values_that_were_read_last(netbox: Pass) -> Non
     (row,) = netbox.objects(DEVICES)
     with transaction(netbox.site.engine) as conn:
         conn.execute(sa.update(nodes).values(state="maintenance"))
-    # Somebody hands the values over meanwhile, and has changed one.
+    # A person hands the values over meanwhile, and has changed a value.
     edit = {"custom_fields": {"gpuaas_state": "sold", "gpuaas_written": None}}
     netbox.begin(row, edits={"n1": [edit]})
     assert netbox(apply=True).done == {"devices written": 1, "journal entries": 1}
@@ -193,7 +193,7 @@ def test_a_slice_is_followed_to_its_release(netbox: Pass) -> None:
     assert codes(netbox()) == [*unknown, "netbox_stale_machine"]
     result = netbox(apply=True)
     assert result.done == {"virtual machines deleted": 1}
-    # A virtual machine without our tag, or of no allocation of ours, is nobody's to delete.
+    # Virtual machines without our tag, or without an allocation of ours, are not deleted.
     assert [row["name"] for row in netbox.objects(MACHINES)] == ["mine", "x", "y"]
     assert codes(result) == unknown
 
@@ -282,7 +282,7 @@ def test_a_foreign_network_stays_and_what_is_missing_is_completed(netbox: Pass) 
     kept["machines"] = list(record[MACHINES].values())
 
     def begin(**changes: dict[str, Any]) -> sync.NetboxReading:
-        """What NetBox has is changed by somebody, then a sync."""
+        """Change the objects in NetBox, then run a sync."""
         rows = {name: [{**row, **changes.get(name, {})} for row in kept[name]] for name in kept}
         network = {path: rows[name] for name, path in names.items()}
         netbox.begin(device("n1"), machines=rows["machines"], network=network)
@@ -298,7 +298,7 @@ def test_a_foreign_network_stays_and_what_is_missing_is_completed(netbox: Pass) 
         result = begin(**changes)
         assert codes(result) == ["netbox_network_differs"], changes
         assert result.done == {"devices written": 1}, changes
-    # After an answer that was lost, the next sync goes on where the last one ended.
+    # After an answer that was lost, the next sync goes on where the last sync ended.
     kept["addresses"] = []
     result = begin(machines={"primary_ip4": None}, interfaces={"primary_mac_address": None})
     done = {"devices written": 1, "address objects created": 1, "references set": 2}
@@ -394,7 +394,7 @@ def test_a_restored_copy_beside_its_original_is_named_and_writes_nothing(netbox:
     change("draining", original)
     netbox.begin(row)
     assert netbox(apply=True).done["devices written"] == 1
-    # Both at once: what the other has written meanwhile stays.
+    # Both at once: values that the other has written meanwhile stay.
     change("draining", backup)
     netbox.begin(before, edits={"n1": [{"custom_fields": row["custom_fields"]}]})
     assert codes(netbox(apply=True)) == ["netbox_foreign_edit"]
@@ -410,20 +410,20 @@ def test_a_foreign_edit_between_reading_and_writing_is_never_overwritten(netbox:
     with transaction(netbox.site.engine) as conn:
         conn.execute(sa.update(nodes).values(state="maintenance"))
     written = netbox.objects(DEVICES)[0]
-    # Somebody writes a comment: the object is read again, and both changes stay.
+    # A person writes a comment: the object is read again, and both changes stay.
     netbox.begin(written, edits={"n1": [{"comments": "rack moved"}]})
     assert netbox(apply=True).done["devices written"] == 1
     (row,) = netbox.objects(DEVICES)
     assert (row["comments"], row["custom_fields"]["gpuaas_state"]) == ("rack moved", "maintenance")
     assert methods(netbox).count("PATCH") == 2
 
-    # Somebody writes one of our values: it stays, and it is named.
+    # A person writes a value of ours: it stays, and is reported.
     edit = {"custom_fields": {"gpuaas_state": "mine"}}
     netbox.begin(written, edits={"n1": [edit]})
     result = netbox(apply=True)
     assert (codes(result), result.done) == (["netbox_foreign_edit"], {})
     assert netbox.objects(DEVICES)[0]["custom_fields"]["gpuaas_state"] == "mine"
-    # So do later passes, until somebody hands the values over.
+    # So do later passes, until a person hands the values over.
     result = netbox(apply=True)
     (finding,) = result.findings
     assert "'mine'" in finding.found and "gpuaas_written" in finding.remedy
@@ -579,7 +579,7 @@ def test_a_node_with_an_address_outside_the_networks_of_its_site_is_named_and_sh
     netbox.begin(device("n1"), prefixes=[{**PREFIX, "prefix": "192.0.2.0/24"}])
     result = netbox(apply=True)
     assert (codes(result), result.done) == (["netbox_address_outside"], {"devices written": 1})
-    # The network of a room of another site says nothing about this one.
+    # The network of a room of another site says nothing about this site.
     room = {"prefix": "192.0.2.0/24", "scope_type": "dcim.location", "scope_id": 1, "_site": 2}
     there = {"site": {"id": 2, "slug": "fra1"}}
     for address, expected in (("192.0.2.9", "new_device"), ("10.0.2.16", "address_outside")):
@@ -616,7 +616,7 @@ def test_a_device_with_another_serial_number_than_the_host_is_not_written_to(
 
 
 def test_a_host_with_the_serial_number_of_another_stops_only_itself(netbox: Pass) -> None:
-    """NetBox itself knows both machines, and a third one that is no node yet."""
+    """NetBox itself knows both machines, and a third machine that is no node yet."""
     third = device("n3", "10.0.2.18", serial="S3")
     devices = [device("n1", serial="S1"), device("n2", "10.0.2.17", serial="S2")]
     with transaction(netbox.site.engine) as conn:
@@ -642,7 +642,7 @@ def test_a_host_with_the_serial_number_of_another_stops_only_itself(netbox: Pass
 @pytest.mark.parametrize(
     ("machine", "device_serial", "first", "blocked"),
     [
-        # MAAS or NetBox knows the machine of n1 by the number; n2 came with another one.
+        # MAAS or NetBox knows the machine of n1 by the number; n2 came with another number.
         ("S1", "", "S2", ["n2"]),
         ("", "S1", "S2", ["n2"]),
         ("", "", "S2", ["n1", "n2"]),
@@ -744,7 +744,7 @@ def test_an_object_without_a_usable_version_is_not_written(
 def test_refused_and_unanswered_writes(netbox: Pass) -> None:
     with transaction(netbox.site.engine) as conn:
         netbox.site.allocate(conn)
-    # Of one object: a finding, and the others are written.
+    # Of a single object: a finding, and the others are written.
     netbox.begin(device("n1"), invalid=["n1"])
     result = netbox(apply=True)
     assert (codes(result), result.complete) == (["netbox_refused"], True)
@@ -872,7 +872,7 @@ def test_a_journal_entry_goes_to_no_device_of_a_netbox_that_was_built_anew(
     netbox.begin(row, status={"POST": 504})
     assert netbox(apply=True).error
     (row,) = netbox.objects(DEVICES)
-    # The number of the device is another's, or nobody's.
+    # The number of the device belongs to another device, or to none.
     stranger = device("stranger", "10.9.9.9", "theirs")
     netbox.begin({**row, "id": 3}, {**stranger, "id": number})
     assert netbox(apply=True).complete
@@ -974,7 +974,7 @@ def test_objects_are_written_together_and_a_foreign_edit_is_kept(netbox: Pass) -
     assert netbox(apply=True).done["devices written"] == 8
     assert (methods(netbox).count("PATCH"), set(states())) == (2, {"maintenance"})
 
-    # After a change by somebody else none is written, then each by itself.
+    # After a foreign change the list is not written, then each device by itself.
     for edit in ({"comments": "moved"}, {"custom_fields": {"gpuaas_state": "mine"}}):
         netbox.begin(*first, edits={"h003": [{}, edit]})
         result = netbox(apply=True)
@@ -1025,7 +1025,7 @@ def test_3000_slices_take_a_bounded_number_of_requests(
     # Lists of 50: the devices, four kinds of objects of each slice, two references, VRFs of nodes.
     lists = 8 + 6 * 61 + 8
     # Of each pass: pages of 500 of machines, interfaces, addresses and MAC addresses, and the rest.
-    # What a pass has no time for is begun anew, so that its lists may be cut differently.
+    # Work that a pass has no time for is begun anew, so that its lists may be cut differently.
     assert sum(row.requests for row in passes) <= lists + (4 * 7 + 8 + 6) * len(passes)
     at_rest = measured("at rest")
     assert (at_rest.findings, at_rest.done) == ([], {})

@@ -1,7 +1,7 @@
 """Many clients at once over one database: tenants, operators and workers, with failures.
 
 Workers end their tasks through the real handlers; the hosts' answers are made up, good or bad, by
-seeded chance. What must hold is asked while they go on, and afterwards of the whole past.
+seeded chance. Invariants are checked while they run, and afterwards over the whole history.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Crowd:
         self._lock = threading.Lock()
 
     def run(self, seconds: float, required: Set[str], seed: int = 20_26) -> None:
-        """All clients at once for so long; raises what any of them did not expect.
+        """All clients at once for so long; raises any unexpected error of a client.
 
-        Longer on a busy machine, until each of `wanted` has happened, or a minute more is over.
+        Longer on a busy machine, until each of `required` has happened, or a minute more is over.
         """
         end = time.monotonic() + seconds
 
@@ -165,7 +165,7 @@ class Crowd:
         )
 
     def _recover(self, chance: random.Random) -> bool:
-        """Of any that is not active: also of one that a worker is building at this moment."""
+        """Recover any allocation that is not active, even while a worker is building it."""
         table = tables.allocations
         row = self._some(
             chance, table, table.c.state != "released", table.c.capacity_shape == "gpu_slice"
@@ -249,7 +249,7 @@ class Crowd:
         return True
 
     def _evidence(self, conn: sa.Connection, task: Task) -> dict[str, Any]:
-        """What a host says that did all it was told."""
+        """Evidence of a host that has done the task completely."""
         number, key = self.numbers[task.node_id], task.allocation_id
 
         def wiped() -> dict[str, Any]:
@@ -331,7 +331,7 @@ def never_held_twice(conn: sa.Connection) -> None:
 
 
 def written_together(conn: sa.Connection) -> None:
-    """I3: each change has its history, its event and, where somebody asked, its line of audit."""
+    """I3: each change has its history, its event and, for a request, its line of audit."""
     written = Counter(
         (row["entity"], row["entity_id"]) for row in rows.every(conn, sa.select(tables.history))
     )

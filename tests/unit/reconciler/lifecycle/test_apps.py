@@ -29,7 +29,7 @@ ERROR = {"code": "home_unsafe", "expected": "a", "found": "b", "remedy": "c"}
 
 
 class Apps:
-    """A project with two whole machines that are its own, and what a worker does on them."""
+    """A project with two whole machines of its own, and the work of a worker on them."""
 
     def __init__(self, site: Site) -> None:
         self.machines, self.engine = Machines(site), site.engine
@@ -56,7 +56,7 @@ class Apps:
     def work(
         self, conn: sa.Connection, *, error: dict[str, str] | None = None, limit: int = 9
     ) -> list[Task]:
-        """Bring what is queued of keys to its end."""
+        """Complete the queued key tasks."""
         taken = leasing.lease(conn, "worker", kinds=[KIND], limit=limit)
         for task in taken:
             given = task.parameters
@@ -182,7 +182,7 @@ def test_stopping_takes_keys_away_and_frees_the_allocations(made: Apps) -> None:
         assert code(made.create, conn, name="second") == "allocation_in_app"
         made.work(conn, limit=1)
         apps.stop(conn, "p1", id, ADMIN)
-        # What nobody had begun is not begun any more, and its key is asked to go all the same.
+        # Operations that had not begun do not begin; the removal of their keys is requested.
         assert made.seen(conn, id)[2] == [
             "member_add succeeded",
             "member_add failed",

@@ -43,7 +43,7 @@ _KEY = TaskKind.ALLOCATION_RECONCILE_MANAGED_AUTHORIZED_KEY
 
 @pytest.fixture
 def machines(site: Site) -> Machines:
-    """One machine that can be given away."""
+    """A machine that can be given away."""
     made = Machines(site)
     made.machine()
     return made
@@ -84,8 +84,8 @@ def test_disks_with_any_use_stay_the_operators(machines: Machines) -> None:
 
 @pytest.mark.covers("CTRL-15")
 def test_a_disk_that_nobody_took_over_stays_the_operators(site: Site) -> None:
-    """No signature says nothing of what is on it; neither does what was approved elsewhere, before
-    the node was installed anew, or wiped without that.
+    """A missing signature does not show that a disk is empty; neither does an approval on another
+    node, an approval before a new installation, or a wipe without an approval.
     """
     machines = Machines(site)
     with transaction(machines.engine) as conn:
@@ -129,7 +129,7 @@ def test_a_machine_that_is_not_fit_is_not_given_away(
 
 @pytest.mark.covers("CTRL-15")
 def test_a_machine_with_a_slot_that_is_not_clean_is_not_given_away(machines: Machines) -> None:
-    """Its tenant would be root beside the disk of the last one."""
+    """Its tenant would be root beside the disk of the last tenant."""
     with transaction(machines.engine) as conn:
         mode = sa.update(tables.nodes)
         conn.execute(mode.values(mode="slice"))
@@ -254,7 +254,7 @@ def test_what_a_failed_release_left_keeps_everybody_out_until_it_is_clean(
         task = baremetal.clean(conn, "m1", machines.act)
         assert baremetal.clean(conn, "m1", machines.act).id == task.id
         assert task.parameters["fence"] > first
-        # The first release ends late: it was fenced off, what it says means nothing.
+        # The first release ends late: it was fenced off, so its report means nothing.
         late = {"fence": first, "evidence": machines.evidence(conn, allocation_id)}
         assert not baremetal.release_succeeded(conn, allocation_id, machines.act, **late)
         assert not baremetal.release_failed(conn, allocation_id, machines.act, **failed)
@@ -275,7 +275,7 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
     with transaction(machines.engine) as conn:
         key = machines.active(conn)
         first, *others = baremetal.claim_of(conn, key).disks
-        assert others, "it has more than the one that dies"
+        assert others, "other disks than the dying disk"
         launch.release(conn, key, machines.act)
         task = machines.releasing(conn, key)
         failed = {"fence": task.parameters["fence"], "step": "Wipe the disks", "error": ERROR}
@@ -304,7 +304,7 @@ def test_a_disk_that_died_does_not_keep_its_machine_for_ever(machines: Machines)
         machines.end(conn, held)
         assert node(conn).unclean_allocation_id == ""
         kinds = {proof.kind for proof in wipes.proofs_of_disk(conn, gone)}
-        assert kinds <= {"transition"}, "nobody says that it was wiped after its tenant"
+        assert kinds <= {"transition"}, "no proof of a wipe after its tenant"
         assert allocations.get(conn, key).state == "released"
 
         # A power cycle brings the disk back, with its tenant's bytes.
@@ -429,7 +429,7 @@ def test_a_machine_that_a_person_took_out_stays_out_over_its_new_installation(
         assert (node(conn).state, node(conn).mode) == (kept, "baremetal")
         assert "its power supply fails" in node(conn).state_reason
         assert machines.reasons(conn) == {"m1": f"node_{kept}"}
-        # Also over the next one.
+        # Also over the next installation.
         machines.reinstall(conn)
         assert node(conn).state == kept
         # A person's word ends it, also for the next installation.

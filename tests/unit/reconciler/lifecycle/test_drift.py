@@ -47,7 +47,7 @@ STRANGER = "43bd713b-6073-4ef7-8a51-2897e902365d"
 
 
 class Compared:
-    """Node n1 of a site, compared with what a test says that it holds."""
+    """Node n1 of a site, compared with holdings that the test sets."""
 
     def __init__(self, site: Site) -> None:
         self.site, self.engine = site, site.engine
@@ -109,7 +109,7 @@ def active(compare: Compared) -> str:
 
 
 def stranger(compare: Compared) -> Holdings:
-    """A machine that nobody remembers, on the first slot."""
+    """A machine without a record, on the first slot."""
     holdings = nothing()
     tenant(holdings, STRANGER, compare.bundles(0))
     drop(holdings, "ports", "guards", "files")
@@ -302,7 +302,7 @@ def test_what_nobody_knows_takes_its_slot_off_sale_until_it_is_gone_and_the_disk
 def test_a_disk_that_somebody_used_is_not_clean_in_its_next_slot(
     compare: Compared, way: str
 ) -> None:
-    """What is known of the disk goes with the slot; the proof from before must not outlast it."""
+    """Knowledge of the disk goes with the slot; the proof from before must not outlast it."""
     compare(stranger(compare))
     slot = compare.slots()[0]
     bundle = Bundle.of(vars(slot))
@@ -609,7 +609,7 @@ def test_a_slice_whose_stop_failed_is_recorded_as_running(compare: Compared, act
 def test_a_host_tells_nothing_of_a_machine_of_another_host(
     compare: Compared, active: str, *, stopped: bool
 ) -> None:
-    """A lying host would start what its project has stopped, or keep off what ran."""
+    """A lying host would start a stopped slice of its project, or keep a running slice off."""
     compare.site.node("n2", (0,), 1)
     with transaction(compare.engine) as conn:
         theirs = compare.site.active(conn)
@@ -766,7 +766,7 @@ def test_a_host_comes_back_from_maintenance_whose_proof_was_lost(
 
 @pytest.mark.covers("I1", "I3", "I14")
 def test_launches_and_comparisons_at_once(compare: Compared) -> None:
-    """Whoever is first has the slot, or takes it off sale; never both."""
+    """The first has the slot, or takes it off sale; never both."""
     holdings = stranger(compare)
 
     def work(number: int) -> str:
@@ -822,7 +822,7 @@ class TestDue:
             task = drift.queue_comparison(conn, "n1", ADMIN)
             assert (task.priority, task.exclusive) == (-1, False)
             assert self.due(conn) == ["n2"]
-            assert self.due(conn, at_once=1) == [], "one is under way"
+            assert self.due(conn, at_once=1) == [], "a comparison is running"
             lost = sa.update(tables.nodes).where(tables.nodes.c.id == "n1")
             conn.execute(lost.values(state="unreachable"))
             assert self.due(conn, at_once=1) == ["n2"], "its look waits until it is back"
@@ -866,7 +866,7 @@ class TestDue:
             self.age(conn, DAY_S + 1)
             drift.queue_comparison(conn, "n1", ADMIN)
             (task,) = leasing.lease(conn, "worker", kinds=[kind])
-            assert self.due(conn, at_once=1) == [], "one is under way"
+            assert self.due(conn, at_once=1) == [], "a comparison is running"
             began = tables.tasks.c.started_at - drift.SLOW_S - 1
             conn.execute(sa.update(tables.tasks).values(started_at=began))
             assert self.due(conn, at_once=1) == ["n2"]
@@ -876,7 +876,7 @@ class TestDue:
             sold.finish(conn, kind)
             self.age(conn, 5 * DAY_S)
             assert self.due(conn, at_once=1) == ["n2", "n1"]
-            # Also one that answers each second time, to count as well again.
+            # A host that answers each second time, to count as healthy, keeps a place of its own.
             drift.queue_comparison(conn, "n1", ADMIN)
             assert self.due(conn, at_once=1) == ["n2"]
             sold.finish(conn, kind)
@@ -917,7 +917,7 @@ class TestDue:
             assert task.cancel_requested
             queue.finish(conn, second, task.lease_token, TaskState.CANCELED, service)
             assert self.due(conn, at_once=1) == ["n3"]
-            # One that a person waits for goes on, and so does one that keeps nobody waiting.
+            # A comparison goes on if a person waits for it, or if it keeps no other waiting.
             third = compared(conn, "n3")
             grow_old(conn)
             assert ended(conn) == []
@@ -955,7 +955,7 @@ class TestDue:
             self.age(conn, 1)
             drift.queue_comparison(conn, "n1", ADMIN)
             assert drift.overdue_nodes(conn) >= DAY_S
-            assert drift.failing_nodes(conn) == 1, "also while the next one is open"
+            assert drift.failing_nodes(conn) == 1, "also while the next comparison is open"
             sold.finish(conn, kind, TaskState.SUCCEEDED)
             assert drift.overdue_nodes(conn) < 60 and drift.failing_nodes(conn) == 0
             host.lost(conn, "n1", ADMIN)
@@ -966,9 +966,9 @@ class TestDue:
         kind = TaskKind.SLICE_DRIFT_RECONCILE
         with transaction(sold.engine) as conn:
             assert drift.queue_unasked(conn, "n1", ADMIN, pause_s=300)
-            assert not drift.queue_unasked(conn, "n1", ADMIN), "one is open"
+            assert not drift.queue_unasked(conn, "n1", ADMIN), "a comparison is open"
             sold.finish(conn, kind)
-            assert not drift.queue_unasked(conn, "n1", ADMIN, pause_s=300), "one was just made"
+            assert not drift.queue_unasked(conn, "n1", ADMIN, pause_s=300), "just compared"
             assert drift.queue_unasked(conn, "n1", ADMIN)
             sold.finish(conn, kind, TaskState.FAILED)
             self.age(conn, DAY_S)
@@ -991,7 +991,7 @@ class TestDue:
         steps = [row[-1] for row in plan if "tasks" in row[-1]]
         assert steps, plan
         for step in steps:
-            # The state is read of the newest one.
+            # The state is read of the newest task.
             assert "INDEX ix_tasks_latest (kind=? AND node_id=?)" in step, steps
 
     def test_only_slice_hosts_that_answer(self, sold: Site) -> None:

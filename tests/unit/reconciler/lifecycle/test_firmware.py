@@ -108,7 +108,7 @@ def test_a_person_accepts_them_with_a_reason(machines: Machines) -> None:
         firmware.accept(conn, "m1", machines.act)
         assert code(firmware.accept, conn, "m1", machines.act) == "no_firmware_difference"
         assert actions(conn)[-1] == "admin.node.firmware.accepted"
-        # The accepted state is what the next tenancy is compared with.
+        # The next tenancy is compared with the accepted state.
         tenancy(machines, conn)
         machines.reinstall(conn)
         assert names(conn) == []
@@ -130,7 +130,7 @@ def test_the_record_goes_with_the_machine_to_another_node(machines: Machines) ->
             machines.reinstall(conn, id)
             assert machines.reasons(conn)[id] == "firmware_changed"
             firmware.accept(conn, id, machines.act)
-            # Compared once: what a person has accepted is not asked for again.
+            # Compared once: a state that a person has accepted is not asked for again.
             machines.discover(conn, id, 1)
             assert machines.reasons(conn)[id] == ""
 
@@ -190,7 +190,7 @@ def test_the_bmc_is_believed_while_the_host_is_not(machines: Machines) -> None:
         assert names(conn) == [("redfish_users", "user 2"), ("redfish_users", "user 4")]
         firmware.record_bmc(conn, "m1", BMC, act)
         assert names(conn) == []
-        # The same is asked for after the new installation: the old one ran until then.
+        # The same is asked for after the new installation: the old installation ran until then.
         machines.reinstall(conn)
         assert names(conn) == [(name, "") for name in BMC["sections"]]
         assert machines.reasons(conn) == {"m1": "firmware_changed"}

@@ -107,7 +107,7 @@ def test_a_node_is_not_retired_under_its_tenants(sold: Site) -> None:
     with transaction(sold.engine) as conn:
         host.drain(conn, "n1", sold.act)
         host.maintain(conn, "n1", sold.act)
-        # By hand, as somebody may who sold it again in between.
+        # By hand, as if the node had been sold again in between.
         conn.execute(sa.update(tables.nodes).values(state="ready"))
         gate.open_gate(conn, "n1", sold.act)
         allocation_id = sold.active(conn)
@@ -130,7 +130,7 @@ def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sol
         host.lost(conn, "n1", sold.act)
         assert code(host.retire, conn, "n1", sold.act) == "node_in_use"
         recovery.force_release(conn, first, sold.act)
-        assert code(host.retire, conn, "n1", sold.act) == "node_in_use", "one is being built"
+        assert code(host.retire, conn, "n1", sold.act) == "node_in_use", "a slice is being built"
         late = sold.late(conn, "allocation", second)
         assert recovery.expire(conn, late, sold.act)
         waiting = queue.enqueue(conn, look("n1"), sold.act)
@@ -146,7 +146,7 @@ def test_a_node_that_never_answers_again_is_retired_and_its_devices_are_free(sol
         (entry,) = journal.audit_rows(conn, action="admin.node.retire")
         assert entry.detail["written_off_slots"] == list(held)
         assert invariants.check(conn) == []
-        # Its disks come back in another machine: nobody gets them before they are wiped.
+        # Its disks come back in another machine: they are given out only after a wipe.
         sold.enrol(conn, "n2")
         bundle = Bundle.of(sold.document(0)["candidates"][0]["bundle"])
         again = slot_life.approve(conn, "n2", bundle, sold.act)
@@ -215,7 +215,7 @@ def test_change_and_views(sold: Site) -> None:
 
 @pytest.mark.covers("HOST-10", "CTRL-10")
 def test_unknown_tags_are_not_the_same_as_none(sold: Site) -> None:
-    """Also for whoever asks the database: unknown is null there, not a document that says null."""
+    """Also in the database: unknown is null there, not a document that says null."""
     nobody_knows = sa.select(tables.nodes.c.id).where(tables.nodes.c.maas_tags.is_(None))
     with transaction(sold.engine) as conn:
         assert nodes.get(conn, "n1").maas_tags is None
@@ -261,6 +261,6 @@ def test_deadlines_end_in_events(sold: Site) -> None:
         assert acted["slot"]
         assert not acted["allocation"], "it went with its slot"
         assert not acted["node"]
-        assert sold.statuses(conn)[0] == "available", "nobody had begun anything"
+        assert sold.statuses(conn)[0] == "available", "no work had begun"
         allocation = rows.get(conn, Allocation, allocation_id)
         assert allocation.error["code"] == "deadline_passed"

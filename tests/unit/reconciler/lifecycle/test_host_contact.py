@@ -46,7 +46,7 @@ def test_what_was_seen_before_a_restart_is_not_known_again(sold: Site) -> None:
         assert host.restarted(conn, "n1", ADMIN, since=first)
         assert see(sold, conn, first, began) == ["disabled", "disabled"]
         assert nodes.get(conn, "n1").boot_id == ""
-        # Which boot it is can be told by nobody but the next one who looks.
+        # Only the next look can tell which boot it is.
         assert queued(conn) == LOOKS
     with transaction(sold.engine) as conn:
         assert see(sold, conn, SECOND, clock.read(conn)) == ["available", "available"]

@@ -61,7 +61,7 @@ def test_nothing_to_say_of_a_whole_machine(site: Site) -> None:
 
 
 def unguarded(conn: sa.Connection) -> None:
-    """Take away what the schema refuses by itself: the checker stands for other writers."""
+    """Drop the triggers and unique indexes of the schema: the checker covers other writers."""
     for kind, condition in (("trigger", "1"), ("index", "sql LIKE 'CREATE UNIQUE%'")):
         query = f"SELECT name FROM sqlite_master WHERE type = '{kind}' AND {condition}"  # noqa: S608
         for (name,) in conn.exec_driver_sql(query).all():
@@ -87,7 +87,7 @@ def stale_proof(_site: Site, conn: sa.Connection) -> None:
 
 
 def another_claim(site: Site, conn: sa.Connection) -> None:
-    """The same slot for somebody else; the schema had to be taken apart for that."""
+    """The same slot for another claim, which the schema would refuse."""
     site.allocate(conn, 2)
     first, second = conn.execute(sa.select(tables.claims.c.id)).scalars()
     row = conn.execute(sa.select(tables.claims).where(tables.claims.c.id == first)).mappings().one()
@@ -113,12 +113,12 @@ def unseen(site: Site, conn: sa.Connection) -> None:
 
 
 def reimaged(site: Site, conn: sa.Connection) -> None:
-    """The proof is one that another installation gave."""
+    """The proof is from another installation."""
     conn.execute(sa.update(tables.proofs).values(install_id="another"))
 
 
 def spoken_against(site: Site, conn: sa.Connection) -> None:
-    """The latest discovery lacks the disks, and nobody drew the conclusion."""
+    """The latest discovery lacks the disks, without any consequence."""
     newest = conn.execute(sa.select(sa.func.max(tables.discoveries.c.id))).scalar_one()
     latest = sa.update(tables.discoveries).where(tables.discoveries.c.id == newest)
     conn.execute(latest.values(document={**site.document(0), "nvme": []}))
@@ -177,7 +177,7 @@ def unrecorded(site: Site, conn: sa.Connection) -> None:
 
 
 def recorded_twice(site: Site, conn: sa.Connection) -> None:
-    """The key of the table refuses it; a table that somebody copied has none."""
+    """The key of the table refuses it; a copied table has none."""
     released(site, conn)
     for statement in (
         "CREATE TABLE copied AS SELECT * FROM usage_records",
@@ -189,7 +189,7 @@ def recorded_twice(site: Site, conn: sa.Connection) -> None:
 
 
 def never_used(site: Site, conn: sa.Connection) -> None:
-    """A record of somebody whose machine never became ready."""
+    """A record for a machine that never became ready."""
     key = site.failed(conn)
     released(site, conn)
     (record,) = conn.execute(sa.select(tables.usage)).mappings()
@@ -202,7 +202,7 @@ def never_ended(site: Site, conn: sa.Connection) -> None:
 
 
 def ended_early(site: Site, conn: sa.Connection) -> None:
-    """Its claims went on, and nobody was asked to pay."""
+    """Its claims went on, without being billed."""
     key = site.active(conn)
     over = {"ended_at": tables.usage.c.started_at + 1.0, "end_state": "released"}
     conn.execute(sa.update(tables.usage).values(over))
@@ -250,7 +250,7 @@ def test_usage_that_is_not_what_was_had(
 
 @pytest.mark.covers("CTRL-4")
 def test_a_whole_machine_without_a_claim(site: Site) -> None:
-    """The tenant has it, and nothing keeps the next one off."""
+    """The tenant has it, and nothing keeps the next tenant off."""
     machines = Machines(site)
     machines.machine()
     with transaction(site.engine) as conn:
@@ -263,7 +263,7 @@ def test_a_whole_machine_without_a_claim(site: Site) -> None:
 
 
 def test_a_whole_machine_in_the_wrong_mode(site: Site) -> None:
-    """Foreign keys are off for this one: the schema knows it as well."""
+    """Foreign keys are off for this test: the schema knows it as well."""
     machines = Machines(site)
     machines.machine()
     with transaction(site.engine) as conn:
@@ -309,7 +309,7 @@ def test_a_lie_among_many_is_the_only_one_named(sold: Site, change: dict[str, st
         conn.execute(sa.update(tables.history).where(of_it).values(**change))
     del rows
     with reading(sold.engine) as conn:
-        # What is made once and kept is not counted.
+        # Memory that is allocated once and kept is not counted.
         invariants.history_complete(conn)
         tracemalloc.start()
         (violation,) = invariants.history_complete(conn)

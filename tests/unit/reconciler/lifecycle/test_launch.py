@@ -410,7 +410,7 @@ def test_schema_refuses_available_without_a_current_proof(sold: Site) -> None:
 
 @pytest.mark.covers("CTRL-14")
 def test_where_and_what_it_is_comes_from_the_machine_not_from_the_request(sold: Site) -> None:
-    """Bills are made of these words: a tenant cannot write a cheaper one."""
+    """Bills use these fields: a tenant cannot choose cheaper values."""
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, region="eu", pool="h200", profile="xe9680l-h200")
         catalogue = {"xe9680l-h200": "h200-sxm-slice", "lab": "lab-edu-slice"}

@@ -246,7 +246,7 @@ def test_a_restart_that_failed_starts_the_slices_again(
 def test_a_host_that_a_lost_run_may_still_restart_is_not_sold(
     sold: Site, settings: Settings, how: str
 ) -> None:
-    """After a restart, whoever made it, the run restarts nothing, so the node comes back."""
+    """After any restart the run restarts nothing, so the node comes back."""
     with transaction(sold.engine) as conn:
         key, boot_id = running(conn, sold), nodes.get(conn, "n1").boot_id
         maintenance.request_reboot(conn, "n1", ADMIN, allocations=[key])

@@ -21,7 +21,7 @@ from tests.unit.reconciler.conftest import Site
 
 @pytest.fixture
 def fleet(site: Site) -> Any:
-    """Eight nodes with two slots each; the last one is in use already."""
+    """Eight nodes with two slots each; the last node is in use already."""
     for number in range(8):
         site.node(f"n{number}", (0, 1), number)
     with transaction(site.engine) as conn:
@@ -76,7 +76,7 @@ def refused(conn: sa.Connection, want: Want) -> Problem:
 
 @pytest.mark.covers("CTRL-5")
 def test_rows_that_the_counts_take_for_free_are_passed_over(fleet: Any) -> None:
-    """Every node but one is full of incomplete rows: the search goes on until it is found."""
+    """Every node but n3 is full of incomplete rows: the search goes on until n3 is found."""
     with transaction(fleet.engine) as conn:
         broken = sa.update(slots).where(slots.c.node_id != "n3", slots.c.status == "available")
         conn.execute(broken.values(private_ip=slots.c.id, nvme_serial=""))

@@ -299,8 +299,8 @@ def test_a_failed_action_leaves_the_record_as_the_machine_is(
     sold: Site, key: str, action: PowerAction, machine: str, stopped: bool, owed: bool
 ) -> None:
     """A guest whose stop failed runs on, and starts again with its host; until it is seen running,
-    it is one that its project wants off. One that a failed restart has shut down is owed a start;
-    one that runs without SSH may power itself off later.
+    its project wants it off. A guest that a failed restart has shut down is owed a start; a guest
+    that runs without SSH may power itself off later.
     """
     with transaction(sold.engine) as conn:
         boot_id = nodes.get(conn, "n1").boot_id

@@ -160,7 +160,7 @@ def test_the_sites_limits_hold_where_a_project_has_none_of_its_own(sold: Site) -
 
 
 def test_the_shipped_limits_hold_until_they_are_taken_away_by_name(sold: Site) -> None:
-    """Else one who limits GPUs would lift the rate at which a member takes slots off sale."""
+    """Otherwise a limit on GPUs would lift the rate at which a member takes slots off sale."""
     with transaction(sold.engine) as conn:
         quota.change_defaults(conn, {"gpus": 9}, ADMIN)
         assert quota.defaults(conn) == {**quota.SHIPPED, "gpus": 9}

@@ -1,4 +1,4 @@
-"""Two at once on PostgreSQL, held where they meet: the second one sees what the first has done."""
+"""Pairs of transactions at once on PostgreSQL: the second sees the changes of the first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.reconciler.lifecycle import test_task_failures
 
 pytestmark = pytest.mark.postgres
 engine, sold = test_postgres.engine, test_task_failures.sold
-# Whoever must not wait is given so long, and whoever must wait has not come by then.
+# Time limit of a call that must not wait, and time in which a waiting call must not end.
 SOON_S = 20
 A_WHILE_S = 0.5
 Beside = Callable[[Callable[[], Any]], Future[Any]]
@@ -205,7 +205,7 @@ def test_what_is_launched_meanwhile_is_no_more_to_be_taken_off_sale(
 
 
 class _RefusedError(Exception):
-    """Take back what was done."""
+    """Rolls the transaction back."""
 
 
 @pytest.mark.covers("CTRL-4")

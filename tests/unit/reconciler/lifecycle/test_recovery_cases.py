@@ -69,7 +69,7 @@ class Story:
         self.do(lambda conn: recovery_policy.write(conn, Policy(**values), ADMIN))
 
     def play(self) -> RecoveryCase:
-        """One look of the leader; the case as it is then."""
+        """Run a look of the leader; returns the case."""
         play_recovery_cases(self.site.engine, Settings())
         return self.case()
 
@@ -83,7 +83,7 @@ class Story:
             return recovery_cases.waits_for(conn, case) or {}
 
     def answer(self, *, absent: bool = True) -> None:
-        """The host says what is left."""
+        """The host reports whether anything is left."""
 
         def work(conn: sa.Connection) -> None:
             task = self.site.finish(conn, LOOK)
@@ -207,7 +207,7 @@ def test_an_old_leader_moves_nothing(story: Story) -> None:
 
 
 def two_at_once(story: Story) -> None:
-    """Commands that open, and leaders that move, come together; there is one of each."""
+    """Concurrent commands open a single case, and concurrent leaders queue a task once."""
     with ThreadPoolExecutor(4) as pool:
         cases = set(pool.map(story.open, (ADMIN, BOB, ADMIN, BOB)))
     assert cases == {story.case().id}
@@ -225,7 +225,7 @@ def two_at_once(story: Story) -> None:
 
 
 def policy_and_person_at_once(story: Story) -> None:
-    """Whoever comes first, there is one case, and the person's word counts."""
+    """In either order there is a single case, and the person's request counts."""
     story.policy(enabled=True)
 
     def by_policy() -> None:
@@ -241,7 +241,7 @@ def policy_and_person_at_once(story: Story) -> None:
 
 
 def refused_by_the_schema(story: Story) -> None:
-    """A second open case of an allocation, whoever writes it."""
+    """A second open case of an allocation, by any writer."""
     story.open()
     with transaction(story.site.engine) as conn:
         row = conn.execute(sa.select(tables.recovery_cases)).mappings().one()
@@ -339,7 +339,7 @@ def test_a_wipe_that_fails_is_for_a_person_and_can_be_tried_again(story: Story) 
 
 @pytest.mark.parametrize("proof", ["none", "a wipe of before", "no wipe"])
 def test_a_slot_that_is_written_off_meanwhile_has_not_come_back(story: Story, proof: str) -> None:
-    """The host says that the machine is there; its GPU is dead, and nobody wipes its disk."""
+    """The host reports the machine as present; its GPU is dead, and its disk is not wiped."""
 
     def prove(kind: ProofKind) -> None:
         def work(conn: sa.Connection) -> None:
@@ -390,7 +390,7 @@ def test_a_slot_that_came_back_and_was_withdrawn_later_is_recovered(story: Story
 
 
 def test_the_host_is_not_asked_about_slots_that_others_have_by_now(sold: Site) -> None:
-    """Another tenant's machine would be told as left of this one, which would stay blocked."""
+    """Another tenant's machine would count as a leftover, and this allocation stay blocked."""
     story = Story(sold, retrying(sold.engine, lambda conn: str(sold.failed(conn, 2))))
 
     def resell(conn: sa.Connection) -> str:
@@ -428,7 +428,7 @@ def test_nothing_is_recovered_on_a_retired_node(story: Story) -> None:
 
 @pytest.mark.parametrize("resold", [False, True])
 def test_what_is_left_after_the_clean_up_is_for_a_person(story: Story, *, resold: bool) -> None:
-    """Not when a slot is sold again: what the host names may be of that tenant."""
+    """Not when a slot is sold again: the reported leftovers may be that tenant's."""
     story.open()
     story.play()
     story.answer(absent=False)
@@ -573,7 +573,7 @@ def test_a_person_takes_over_from_the_policy(story: Story) -> None:
     assert story.case() == case
     assert story.open(BOB) == case.id
     story.answer(absent=False)
-    assert story.play().state == "cleaning", "what is left may be removed now"
+    assert story.play().state == "cleaning", "leftovers may be removed now"
     (forced,) = story.audited(recovery.FORCE_CLEANUP)
     assert forced.actor == "admin:bob"
     story.wipe(fails=True)
@@ -612,7 +612,7 @@ def test_a_policy_opens_nothing_where_a_person_has(story: Story) -> None:
 
 
 def test_a_restore_ends_every_open_case(sold: Site) -> None:
-    """Its evidence is of a time of which nobody knows the end."""
+    """Changes after the backup are unknown, so its evidence may be outdated."""
     story = Story(sold)
     story.open()
     story.play()

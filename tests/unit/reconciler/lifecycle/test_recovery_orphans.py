@@ -27,7 +27,7 @@ UNKNOWN = str(uuid.uuid4())
 
 
 def cleaned(site: Site, conn: sa.Connection, task: Task) -> None:
-    """The host has done what the task says."""
+    """The host has done the task."""
     work = Work(conn, task, nodes.get(conn, "n1"), {}, Settings())
     (given,) = slice_kinds.wipe_variables(work)["slice_slots"]
     slot = slots.get(conn, given["slot_id"])
@@ -77,7 +77,7 @@ def test_after_a_restore_no_proof_of_before_stands(sold: Site) -> None:
         assert slices.release_succeeded(
             conn, running, sold.act, proofs=given, absence={"absent": True}
         )
-        # The unknown one goes on a person's word, and with it the doubt.
+        # The unknown machine is removed on a person's request, and with it the doubt.
         sold.finish(conn, TaskKind.SLICE_VM_RELEASE)
         task = recovery.remove_orphan(conn, idle, UNKNOWN, sold.act)
         assert task.parameters["allocation"] == {"id": UNKNOWN}
@@ -232,7 +232,7 @@ def test_a_removal_that_failed_is_repeated_under_whatever_name(sold: Site, named
 
 @pytest.mark.covers("CTRL-7", "I12")
 def test_a_blocked_slot_that_nobody_ever_had_can_be_repaired(sold: Site) -> None:
-    """As one is whose disk the host calls dirty although no claim was ever made."""
+    """For example a slot whose disk the host calls dirty although no claim was ever made."""
     with transaction(sold.engine) as conn:
         slot = slots.of_node(conn, "n1")[0]
         error = {"code": "disk_dirty", "found": "not wiped since it was used"}
@@ -242,4 +242,4 @@ def test_a_blocked_slot_that_nobody_ever_had_can_be_repaired(sold: Site) -> None
         cleaned(sold, conn, task)
         assert sold.statuses(conn) == ["available", "available"]
         absences = conn.execute(sa.select(tables.absences.c.id)).all()
-        assert absences == [], "it was nobody's"
+        assert absences == [], "the slot had no owner"

@@ -116,7 +116,7 @@ def test_off_by_default(sold: Site) -> None:
     recover_blocked(sold.engine, Settings())
     with reading(sold.engine) as conn:
         (case,) = recovery_policy.blocked_allocations(conn)
-        assert case.move == Move.LOOK, "what it would do is shown"
+        assert case.move == Move.LOOK, "the planned move is shown"
         assert queue.every(conn, kind=TaskKind.SLICE_ABSENCE_VERIFY) == []
     with transaction(sold.engine) as conn:
         assert recovery_cases.open_by_policy(conn, case.allocation_id) is None
@@ -185,8 +185,8 @@ def test_it_stops_when_the_slot_does_not_come_back(governed: Governed) -> None:
     (stopped,) = governed.do(lambda conn: journal.audit_rows(conn, action=recovery_policy.STOPPED))
     assert (stopped.actor, stopped.subject_id) == ("policy", allocation_id)
     slot = governed.do(recovery.blocked)[0]
-    assert slot.health_detail["reason"] == "I/O error", "what happened stays readable"
-    # A person goes on from here; what they do clears the mark.
+    assert slot.health_detail["reason"] == "I/O error", "the cause stays readable"
+    # A person goes on from here; their repair clears the mark.
     governed.do(lambda conn: recovery.repair(conn, slot.id, governed.site.act))
     governed.wiped(allocation_id)
     assert governed.statuses()[0] == "available"

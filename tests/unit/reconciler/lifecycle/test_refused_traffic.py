@@ -85,7 +85,7 @@ def test_a_reading_from_before_the_newest_sample_is_left_out(sold: Site, active:
 
 
 def test_a_hostile_host_changes_nothing_but_its_own_numbers(sold: Site, active: str) -> None:
-    # Another node's host names this allocation, or one that does not exist.
+    # Another node's host names this allocation, or an allocation that does not exist.
     assert reported(sold, active, "n2", arp=3) == {}
     assert reported(sold, "no-such-id", arp=3) == {}
     # An unknown kind makes no series, and a sum stays a number that every reader keeps.

@@ -29,7 +29,7 @@ from tests.unit.reconciler.whole_machines import Machines
 
 pytestmark = pytest.mark.covers("CTRL-9")
 NEVER = threading.Event()
-# What is never forgotten.
+# Rows of these tables are never forgotten.
 RECORD = (
     tables.history,
     tables.audit_log,
@@ -70,7 +70,7 @@ def count(conn: sa.Connection, table: sa.Table) -> int:
 
 
 def pass_time(engine: sa.Engine, days: float) -> None:
-    """What is in the database is that much older."""
+    """Make the rows of the database that much older."""
     columns = (
         (tables.outbox, ("at", "published_at")),
         (tables.idempotency_keys, ("completed_at", "expires_at", "created_at")),
@@ -202,7 +202,7 @@ def test_what_is_unfinished_or_unknown_stays(site: Site, settings: Settings) -> 
 
 
 def test_a_run_that_lives_keeps_its_files(site: Site, settings: Settings) -> None:
-    """Its task was given up; what it writes still tells what the host did."""
+    """Its task was given up; its output still shows the changes on the host."""
     site.node()
     with transaction(site.engine) as conn:
         queue.enqueue(conn, queue.Enqueue(TaskKind.NODE_PARITY, "n1", "node", "n1"), site.act)
@@ -332,7 +332,7 @@ def test_old_failures_keep_their_error_without_long_evidence(
     rest = [fail(drift, TaskState.LOST, long), fail(drift, failed, short)]
     rest += [fail(kind, failed, long) for kind in (drift, drift, bind, bind)]
     made = [*old, *rest]
-    # A person may look for what has left the slot, or the whole machine, unclean.
+    # A person may look for the cause of an unclean slot or machine.
     block = sa.update(tables.slots).where(tables.slots.c.slot_index == 0)
     with transaction(site.engine) as conn:
         conn.execute(block.values(status="cleanup_blocked"))

@@ -71,7 +71,7 @@ def test_a_slice_that_goes_off_unasked_is_named_once(on_either: Site) -> None:
         mine = on_either.active(conn)
         off = snapshot(mine, state="shut off")
         look = partial(slice_telemetry.switched_off, conn, "n1")
-        assert look(off) == [mine], "one that is to run and was never seen"
+        assert look(off) == [mine], "a slice that should run and was never seen"
         slice_telemetry.record(conn, "n1", snapshot(mine))
         assert look(snapshot(mine)) == []
         assert slice_telemetry.switched_off(conn, "n2", off) == []
@@ -104,7 +104,7 @@ def minutes(last: int, first: int = 30, **change: Any) -> list[tuple[float, Any,
     [
         (minutes(0), True),
         (minutes(0)[::4], True),
-        # A value that was never there, and one that is not there now.
+        # A value that was never there, and a value that is missing now.
         ([(at, {**host, "sent_packets": None}, guest) for at, host, guest in minutes(0)], False),
         ([*minutes(1), (-60.0, {"state": "running", "sent_packets": 5}, None)], False),
         # Signs of life.

@@ -257,7 +257,7 @@ def test_reboot_and_reimage_close_the_gate(sold: Site) -> None:
         assert len(gate.open_gate(conn, "n1", sold.act)["opened"]) == 2
         host.observed(conn, "n1", sold.act, identity={"host_key": "ssh-ed25519 BBBB"})
         assert sold.statuses(conn) == ["disabled", "disabled"]
-        # The new installation's ledger knows nothing of the proofs that the old one gave.
+        # The new installation's ledger knows nothing of the proofs of the old installation.
         for kind in (document, report):
             kind["identity"]["host_key"] = "ssh-ed25519 BBBB"
         host.record_discovery(conn, "n1", document, sold.act)

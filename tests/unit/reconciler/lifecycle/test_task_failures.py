@@ -61,13 +61,13 @@ def machines(engine: sa.Engine) -> Machines:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """No hardware profile is needed to end what never began."""
+    """Ending a task that never began needs no hardware profile."""
     return Settings(state_dir=tmp_path, profiles_dir=tmp_path)
 
 
 @pytest.fixture
 def ended(engine: sa.Engine, settings: Settings) -> Callable[[TaskKind], Task]:
-    """Cancel the one open task of a kind."""
+    """Cancel the only open task of a kind."""
 
     def end(kind: TaskKind) -> Task:
         with reading(engine) as conn:
@@ -188,7 +188,7 @@ def test_a_clean_up_blocks_its_slot_again(sold: Site, ended: End) -> None:
 
 
 def recovered(sold: Site, key: str) -> None:
-    """What `gpuaas recover` does: forced, wiped, and on sale again."""
+    """The steps of `gpuaas recover`: forced, wiped, and on sale again."""
     with transaction(sold.engine) as conn:
         recovery.force_cleanup(conn, key, ACT, runtime_verified_absent=True)
         sold.finish(conn, TaskKind.SLICE_WIPE)
@@ -335,7 +335,7 @@ def test_a_machine_that_nobody_touched_is_free_again_past_its_deadline(
 def test_a_warning_opens_no_writing_transaction(
     sold: Site, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look would open one for each slot that somebody left blocked."""
+    """Otherwise each look would open a transaction for each slot that was left blocked."""
     with transaction(sold.engine) as conn:
         sold.failed(conn)
         host.drain(conn, "n1", ACT)

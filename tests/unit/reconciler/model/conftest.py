@@ -15,7 +15,7 @@ DATA = Path(__file__).resolve().parents[3] / "data"
 
 @pytest.fixture
 def document() -> dict[str, Any]:
-    """After bootstrap and storage transition: three disks are free, one is still shared."""
+    """After bootstrap and storage transition: three disks are free, the fourth is still shared."""
     document: dict[str, Any] = json.loads((DATA / "prepared-discovery.json").read_text())
     return document
 

@@ -1,4 +1,4 @@
-"""What approval refuses, each with its own code."""
+"""Refusals of approval, each with its own code."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_gpu_with_a_live_neighbour(bundle: Bundle, document: Document) -> None:
 
 
 def join(document: Document, *addresses: str) -> None:
-    """Put devices into one IOMMU group, each as free as before."""
+    """Put devices into the same IOMMU group, each as free as before."""
     rows = [*document["gpu"], *discovery.functions(document)]
     for row in (row for row in rows if row["address"] in addresses):
         row["iommu_group"], row["group_members"] = "24", list(addresses)

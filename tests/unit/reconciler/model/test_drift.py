@@ -43,7 +43,7 @@ def bundle(number: int) -> Bundle:
     )
 
 
-# ExpectedSlot a is ONE's, which runs; slot b is nobody's, and was OLD's.
+# ExpectedSlot a is ONE's, which runs; slot b is free, and was OLD's.
 RECORDS = Records(
     (
         ExpectedSlot("a", bundle(0), "active", ONE, settled=True),
@@ -168,7 +168,7 @@ def test_a_few_digits_name_no_allocation(holdings: Holdings) -> None:
 
 
 def test_who_is_in_no_record_is_found_by_what_it_has(holdings: Holdings) -> None:
-    """As after a restored backup: a machine that was made since is nobody's."""
+    """As after a restored backup: a machine that was made since has no record."""
     holdings["leases"]["found"].pop()
     tenant(holdings, LOST, {"b": bundle(1)})
     findings = compare(holdings, RECORDS)
@@ -179,7 +179,7 @@ def test_who_is_in_no_record_is_found_by_what_it_has(holdings: Holdings) -> None
         "orphan_guard",
         "orphan_file",
     }
-    # A bridge port has room for a part of the id only; the others name it for whoever removes it.
+    # A bridge port has room for a part of the id only; the others name it for its removal.
     named = {row.code for row in findings.differences if row.allocation_id == LOST}
     assert named == {f"orphan_{kind}" for kind in ("domain", "lease", "reservation", "file")}
 
@@ -230,7 +230,7 @@ def test_what_could_not_be_looked_at_is_not_missed(holdings: Holdings, part: str
 @pytest.mark.covers("I14")
 @pytest.mark.parametrize("unsettled", ["slot", "allocation"])
 def test_nothing_is_concluded_where_something_is_at_work(unsettled: str) -> None:
-    """A host with nothing of the tenant that runs, and with everything of the one before."""
+    """A host without traces of the current tenant, and with all of the previous tenant's."""
     holdings = nothing()
     tenant(holdings, OLD, {"b": bundle(1)})
     assert len(compare(holdings, RECORDS).differences) > 5
@@ -261,7 +261,7 @@ def test_of_two_that_begin_alike_the_one_that_runs_is_meant(holdings: Holdings) 
 
 
 def test_a_host_that_reports_thousands_of_traces_costs_little(holdings: Holdings) -> None:
-    """Each comparison is kept, and one follows another for years."""
+    """Every comparison is kept, and comparisons go on for years."""
     owners = [str(uuid.UUID(int=number)) for number in range(4096)]
     runs = {"state": "running", "active": True, "devices": [], "disks": []}
     for number, owner in enumerate(owners):

@@ -48,7 +48,7 @@ def test_each_difference_is_named_and_what_was_not_read_is_one() -> None:
         (after(bios=None), ("bios", "", "not_compared", "recorded", "not recorded")),
         (after(nvme={"S": "1"}), ("nvme", "", "not_compared", "not recorded", "recorded")),
         (after({"uefi PK": "I/O"}), ("uefi", "PK", "not_compared", "sha256:1", "I/O")),
-        # A section with values, and at the same time one that cannot be read.
+        # A section with values, and at the same time a value that cannot be read.
         (after({"uefi": "no"}), ("uefi", "", "not_compared", "", "no")),
     ],
 )
@@ -66,7 +66,7 @@ def test_the_bmc_covers_what_the_host_cannot_read() -> None:
     report = {"sections": bmc, "unreadable": {}}
     both = firmware.merged(BEFORE, report)
     assert rows(both, both) == []
-    # Only when it was read both times, and only what it shows.
+    # Only if the BMC was read both times, and only for its own sections.
     assert rows(both, BEFORE)[-1][2:] == ("not_compared", "recorded", "not recorded")
     assert BMC in rows(both, BEFORE)
     dark = firmware.merged({"sections": {}, "unreadable": {"uefi": "x", "dpu": "x"}}, report)

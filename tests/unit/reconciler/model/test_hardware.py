@@ -31,7 +31,7 @@ def test_the_nodes_address_goes_over_the_profile_and_the_route_stays_the_sites()
         "site_address": "10.20.0.7/16",
         "route": "10.20.0.0/16",
     }
-    # The profile is one object for every node.
+    # All nodes share the profile object.
     assert before == PROFILE
     assert hardware.node_profile(PROFILE, {"fabric_interface": "", "fabric_address": ""}) == PROFILE
 
@@ -53,7 +53,7 @@ def test_an_attachment_that_no_host_can_do_is_refused_by_name(tmp_path: Path) ->
 @pytest.mark.covers("HOST-7")
 @pytest.mark.parametrize("section", ["gpu", "fabric", "nvme", "network", "vm", "deadlines"])
 def test_a_profile_without_a_section_is_not_used(tmp_path: Path, section: str) -> None:
-    """What reads it would fail in the middle of its work."""
+    """A task that reads the section would fail in the middle of its work."""
     profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
     del profile[section]
     for name, wrong in {"none": {}, "empty": {section: None}, "list": {section: ["x"]}}.items():
@@ -73,7 +73,7 @@ def test_a_folder_of_profiles_that_cannot_be_read_is_not_empty(tmp_path: Path) -
 
 
 def test_a_profile_that_a_node_takes_up_says_what_its_fabric_speaks(tmp_path: Path) -> None:
-    """One from before that is read all the same: its nodes are still to be given back."""
+    """An older profile without it is read all the same: its nodes are still to be given back."""
     profile = yaml.safe_load((PROFILES / "lab.yml").read_text())
     hardware.check_new(profile, "lab")
     del profile["fabric"]["link"]

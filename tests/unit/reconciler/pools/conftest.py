@@ -20,7 +20,7 @@ from tests.unit.reconciler.service.service import alive, forge, until
 
 def pieces(jobs: int, kills: int, *, number: int) -> list[Any]:
     """Parameters `jobs`, `kills` and `first` of a short test, and of the pieces of a long one. Each
-    piece goes on with the kills of the one before, and takes minutes.
+    piece goes on with the kills of the piece before, and takes minutes.
     """
     long = range(0, kills, kills // number)
     return [
@@ -35,7 +35,7 @@ def pieces(jobs: int, kills: int, *, number: int) -> list[Any]:
 
 
 def suspend(engine: sa.Engine, pid: int) -> None:
-    """Stop a process, while it holds no write lock of SQLite: nobody would get it after that."""
+    """Stop a process, while it holds no write lock of SQLite: the lock would stay held."""
     with transaction(engine):
         os.kill(pid, signal.SIGSTOP)
 
@@ -99,7 +99,7 @@ class Workers:
         until(ready)
 
     def wait(self, id: str, *statuses: str) -> Any:
-        """The job in one of these statuses."""
+        """The job, once it has any of these statuses."""
         until(lambda: self.queue.read(id).status in statuses)
         return self.queue.read(id)
 

@@ -66,7 +66,7 @@ def calls(count: int, file: Path) -> list[dict[str, object]]:
 
 def test_jobs_that_come_back_have_not_begun(queue: Queue, runner: Runner, tmp_path: Path) -> None:
     file, go = tmp_path / "ran", tmp_path / "go"
-    # The last but one waits for a file, so the last has not begun, however slow this side is.
+    # Job 38 waits for a file, so job 39 has not begun, however slow this side is.
     waits = {"file": str(file), "number": 38, "until": str(go)}
     ids = set(queue.submit([*calls(38, file), waits, {"file": str(file), "number": 39}]))
     held = sorted(queue.claim(40), key=lambda job: job.input["number"])
@@ -419,7 +419,7 @@ def test_a_worker_ends_whose_database_never_answers(
     runner: Runner,
     tmp_path: Path,
 ) -> None:
-    """Its heartbeat waits as well, and nothing but a thread that asks nobody can see it."""
+    """Its heartbeat waits as well, so only a thread that needs no database can detect it."""
     queue = Queue(postgres_database.restore())
     queue.submit([{"file": str(tmp_path / "ran"), "number": 1, "seconds": 600}])
     ended: list[int] = []

@@ -1,4 +1,4 @@
-"""Maintenance: nothing is admitted or claimed, and what runs ends within its bound."""
+"""Maintenance: nothing is admitted or claimed, and running jobs end within their bound."""
 
 from __future__ import annotations
 

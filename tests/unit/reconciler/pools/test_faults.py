@@ -37,7 +37,7 @@ from tests.unit.reconciler.service.service import Service, alive, pauses, servin
 
 # Jobs of a request in this test.
 TOGETHER = 10
-# Less than the database, and more than what its calls note.
+# Less than the database, and more than the notes of its calls.
 NOTES = 1 << 16
 
 
@@ -106,7 +106,7 @@ def test_every_job_ends_once(
             if asleep:
                 os.kill(asleep, signal.SIGCONT)
             limit_files(full, None)
-            # One that begins without a database ends, and systemd begins it again.
+            # A worker that begins without a database ends, and systemd starts it again.
             running = [pid if alive(pid) else workers.start() for pid in running]
             revive(service, kill=number % 4 == 0)
             # Every fifth worker is away for longer than its lease; the others are killed.

@@ -1,7 +1,7 @@
 """Pools on a real GPU: functions in PyTorch, errors of CUDA, and an empty GPU after each end.
 
-`python -m pytest -m gpu` on a machine with nvidia-smi and PyTorch. Nobody else may use its first
-GPU meanwhile; the tests fill half of its memory.
+`python -m pytest -m gpu` on a machine with nvidia-smi and PyTorch. Its first GPU must be free
+meanwhile; the tests fill half of its memory.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def test_hints_that_bring_no_job_let_no_worker_spin(
     for _ in range(32):
         wait()
     assert time.monotonic() - began > 1, "every second one is a pause, soon of a tenth of a second"
-    # Those that are left do not keep workers from hearing of new ones.
+    # Leftover hints do not keep workers from hearing of new hints.
     streams.announce(map(str, range(3 * hints.STALE)))
     waits = 0
     while streams.lengths()[STREAM] >= hints.STALE:

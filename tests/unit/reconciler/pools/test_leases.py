@@ -154,7 +154,7 @@ def test_a_group_of_outcomes_counts_job_by_job(queue: Queue) -> None:
         (canceled, Outcome({})),
         (failed, FAILED),
         (refused, Outcome(error=ERROR, permanent=True)),
-        # Of two outcomes, the first one counts.
+        # Of two outcomes, the first counts.
         (done, FAILED),
         (failed, Outcome({})),
         (kept, Outcome({"n": 99})),
@@ -533,7 +533,7 @@ def test_dead_letters_that_always_fail_keep_no_others_from_coming_back(queue: Qu
         assert (given_up.status, given_up.error["code"]) == ("canceled", "function_failed")
         assert jobs.cancel_all(conn, "p1", ADMIN, dead=True) == 1
     queue.bury(1)
-    assert len(queue.reprocess(None)) == 1, "what was given up is no bad sample"
+    assert len(queue.reprocess(None)) == 1, "a canceled job is no bad sample"
 
 
 def test_dead_letters_of_one_model_come_back_without_those_of_another(queue: Queue) -> None:
@@ -546,7 +546,7 @@ def test_dead_letters_of_one_model_come_back_without_those_of_another(queue: Que
         queue.reprocess(None, model="m")
     queue.finish(queue.claim(1), Outcome({}))
     with pytest.raises(Problem, match="sample_unfinished"):
-        queue.reprocess(None)  # The last ones of the other model have failed.
+        queue.reprocess(None)  # The last sample of the other model has failed.
     assert set(queue.reprocess(None, model="m")) < set(mended)
     queue.change(*broken, status="pending")
 
@@ -673,7 +673,7 @@ def test_operators_limit_the_jobs_of_a_project(queue: Queue) -> None:
     problem = refused(queue, 2)
     assert (problem.code, problem.detail["limit"]) == ("job_limit", "jobs_kept")
     queue.add(1)
-    # A client does not ask again for what no time gives.
+    # A client does not repeat a request that no waiting can satisfy.
     assert (refused(queue, 3).code, refused(queue, 3).status) == ("quota_exceeded", 409)
     queue.add(3, "p2")
     limit(queue, jobs_mib=0)
@@ -750,8 +750,8 @@ def test_the_leader_keeps_ended_jobs_for_a_week_or_as_the_site_says(queue: Queue
 
 
 def test_a_claim_reads_no_job_that_it_does_not_take(queue: Queue) -> None:
-    """With a million queued jobs, each statement uses one of the partial indexes, and so do those
-    of requests with 50,000 jobs that are kept.
+    """With a million queued jobs, each statement uses a partial index, and so do those of requests
+    with 50,000 jobs that are kept.
     """
     plans: list[str] = []
 

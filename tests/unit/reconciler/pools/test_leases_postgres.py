@@ -158,7 +158,7 @@ def test_sweeps_search_indexes_by_time(engine: sa.Engine) -> None:
 
 @pytest.mark.covers("ORCH-5")
 def test_a_turn_waits_for_a_drain_without_a_lock_that_it_needs(engine: sa.Engine) -> None:
-    """Or PostgreSQL would have to end one of them at the deadline of the drain."""
+    """Otherwise PostgreSQL would end the turn or the drain at the deadline of the drain."""
     queue = Queue(engine)
     wish = pools.NewPool("a", models=["m"], project_id="p1", target="remote")
     queue.add()
@@ -209,7 +209,7 @@ def test_an_outcome_waits_for_another_change_of_its_job(
 
 
 def test_a_dead_letter_that_is_taken_back_is_not_forgotten(engine: sa.Engine) -> None:
-    """The deletion of old jobs waits for the request, and sees what it has made of the job."""
+    """The deletion of old jobs waits for the request, and sees the new state of the job."""
     queue = Queue(engine)
     (id,) = queue.bury(1)
     queue.change(id, updated_at=1.0)

@@ -1,4 +1,4 @@
-"""Models in ONNX files: the shipped one answers, and inputs that do not fit are refused."""
+"""Models in ONNX files: the shipped model answers, and inputs that do not fit are refused."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_a_worker_that_is_always_unknown_does_not_register_without_a_pause() -> 
     registered = [act for act, _ in requests].count("register")
     assert pauses == [1.0] * 4
     assert 2 < registered < 7
-    # It cannot give back what its last claim may have brought, which it does first.
+    # It first gives back jobs that its last claim may have brought, and this fails.
     assert [act for act, _ in requests[before:]] == ["turn"]
 
 
@@ -436,7 +436,7 @@ def test_a_worker_waits_for_the_file_with_a_new_token(monkeypatch: pytest.Monkey
     with scripted(answers) as (url, _):
         queue = ApiQueue(url, lambda: token, ["m"], threading.Event())
         with pytest.raises(Dismissed):
-            queue.serve({})  # One that never was valid.
+            queue.serve({})  # A token that never was valid.
         answers["register"] = REGISTERED
         queue.serve({})
         with pytest.raises(Away):

@@ -226,7 +226,7 @@ def test_workers_of_another_version_are_replaced_one_by_one(control: Control) ->
             update = sa.update(pool_workers).where(pool_workers.c.id == id)
             conn.execute(update.values(version=version))
     first, control.supervisor = control.supervisor, Supervisor(control.settings, control.engine)
-    # What this service has started itself stays, whatever it is.
+    # Workers that this service has started itself stay, whatever their version.
     first.tend()
     assert {worker.id for worker in control.workers(pool)} == former.keys()
     sent: list[str] = []
@@ -335,7 +335,7 @@ ctypes.CDLL(None).syscall(60, 0)
 def test_a_process_that_ends_without_its_mark_keeps_its_gpu(
     control: Control, tmp_path: Path
 ) -> None:
-    """Its first thread is gone, and so is what /proc shows of it: as while a driver frees a GPU."""
+    """Its first thread is gone, and so are its entries in /proc, as while a driver frees a GPU."""
     pool = control.running(devices=["GPU-0"], grace_s=600)
     (worker,) = control.workers(pool)
     mark = {processes.MARK: f"{control.supervisor.host_id}/{worker.id}"}
@@ -507,7 +507,7 @@ def test_a_pool_whose_workers_are_not_recorded_ends_after_them(control: Control)
 
 
 def test_a_host_that_comes_back_kills_what_was_given_up(control: Control) -> None:
-    """Before that, nobody gets its GPUs."""
+    """Before that, its GPUs are not offered."""
     pool = control.running(devices=["GPU-0"])
     with transaction(control.engine) as conn:
         conn.execute(sa.update(pool_hosts).values(seen_at=1.0))
@@ -623,7 +623,7 @@ def test_gpus_are_those_that_nvidia_smi_can_read(
 
 
 def test_a_worker_with_a_group_of_threads_is_read_and_killed() -> None:
-    """Any code in a worker can make one."""
+    """Any code in a worker can make such a group."""
     with ExitStack() as stack:
         try:
             unified = memory._mounts(Path("/proc/self"))["cgroup2"][1]

@@ -73,7 +73,7 @@ def test_the_worker_of_a_drill_gives_jobs_of_others_neither_memory_nor_files(
 def test_told_to_end_it_finishes_its_job_and_gives_the_others_back(workers: Workers) -> None:
     workers.submit(60)
     worker = workers.start()
-    # Claims have grown. The last is not the last to end: one that came back is overtaken.
+    # Claims have grown. The last is not the last to end: a job that came back is overtaken.
     until(lambda: not workers.queue.open())
     slow = workers.submit(8, until=str(workers.go))
     until(lambda: len(workers.ran()) > 60)

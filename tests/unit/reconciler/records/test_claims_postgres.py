@@ -31,7 +31,7 @@ Writes = Callable[[sa.Connection], None]
 @pytest.mark.covers("I4")
 @pytest.mark.parametrize("first", ["claim", "proof"])
 def test_a_claim_and_a_sale_take_turns(engine: sa.Engine, beside: Beside, first: str) -> None:
-    """Each would be right by itself, whoever writes: whichever comes second is refused."""
+    """Each write would be valid by itself, from any writer: the second is refused."""
     site = Site(engine)
     site.node(indexes=(0,))
     with transaction(engine) as conn:

@@ -250,7 +250,7 @@ def test_what_was_queued_in_the_same_instant_goes_in_the_order_of_queueing(sold:
         ids = [task.id for task in queued]
         assert [task.id for task in queue.open_of_node(conn, "n1")] == ids
         assert [task.id for task in queue.every(conn)] == ids[::-1]
-        # One that works alone, first in line, keeps those behind it from going before it.
+        # An exclusive task, first in line, keeps the tasks behind it from going before it.
         reasons = leasing.wait_reasons(conn, queued)
         assert reasons[ids[2]]["code"] == "exclusive_first"
         taken = []

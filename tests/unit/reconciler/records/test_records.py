@@ -1,4 +1,4 @@
-"""Enrolment tokens, keys that repeat nothing, images, and logs that nobody can change."""
+"""Enrolment tokens, keys that repeat nothing, images, and logs that cannot be changed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_in_flight_and_taken_over(engine: sa.Engine) -> None:
         with pytest.raises(Problem) as caught:
             idempotency._take(conn, call, "other")
         assert caught.value.code == "idempotency_in_flight"
-        # Somebody else takes the key over while we are still at work.
+        # Another call takes the key over while this call is still at work.
         keys = tables.idempotency_keys
         conn.execute(sa.update(keys).values(expires_at=clock.now() - 1))
         assert idempotency._take(conn, call, "other") is None

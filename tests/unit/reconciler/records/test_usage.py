@@ -21,7 +21,7 @@ ALWAYS = Period(0.0, 4e9)
 
 
 def backdate(conn: sa.Connection, allocation_id: str, start: float, end: float | None) -> None:
-    """What the clock would have written at other times; only without the triggers."""
+    """Set times that the clock would have written; only without the triggers."""
     on = " ON usage_records" if conn.dialect.name == "postgresql" else ""
     conn.exec_driver_sql(f"DROP TRIGGER IF EXISTS usage_records_keep_update{on}")
     update = sa.update(tables.usage).where(tables.usage.c.allocation_id == allocation_id)

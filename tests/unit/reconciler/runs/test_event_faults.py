@@ -62,7 +62,7 @@ def history(chance: random.Random, *, ok: bool) -> list[Event]:
             events.append(event("runner_on_skipped", number))
         else:
             events.append(event("runner_on_ok", number, res={"changed": chance.random() < 0.5}))
-    # One at least was carried out.
+    # At least one step was carried out.
     events.append(event("runner_on_ok", 0, res={}))
     stats = {"artifact_data": {"slice_result": RESULTS[ok]}, "dark": {}, "ok": {"n1": steps}}
     return [*events, {"event": "playbook_on_stats", "event_data": stats}]

@@ -1,4 +1,4 @@
-"""Two real SSH servers, one of them hostile: no answer of a node reaches anything of another."""
+"""Two real SSH servers, one hostile: no answer of a node affects another node."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Pair:
         return outcome
 
     def answer(self, facts: Mapping[str, object]) -> None:
-        """What node A answers to every module."""
+        """Set node A's answer to every module."""
         path = self.a.folder / "facts.json"
         path.write_text(json.dumps(facts))
         (self.a.folder / "answer.py").write_text(FORGED.format(facts=str(path)))

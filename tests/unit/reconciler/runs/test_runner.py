@@ -35,7 +35,7 @@ def test_a_file_that_says_nothing_is_not_an_id(tmp_path: Path) -> None:
 def test_a_folder_that_was_copied_from_another_machine_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two workers with one id would begin the same run twice."""
+    """Two workers with the same id would begin the same run twice."""
     machine = tmp_path / "machine-id"
     monkeypatch.setattr(paths, "_MACHINE_ID", machine)
     machine.write_text("a" * 32)
@@ -48,6 +48,6 @@ def test_a_folder_that_was_copied_from_another_machine_is_refused(
     # The machine has a new id; the folder is no copy.
     (tmp_path / "b" / "runs" / "machine").unlink()
     assert runner_id(tmp_path / "b") == first
-    # A container has none.
+    # A container has no machine id.
     machine.unlink()
     assert runner_id(tmp_path / "b") == first

@@ -31,11 +31,11 @@ Speaker = Callable[[socket.socket], object]
 
 @contextmanager
 def listening(speak: Speaker) -> Iterator[tuple[int, list[bytes]]]:
-    """A port, and what was sent to it first. speak: the answer to each connection."""
+    """A port, and the first bytes sent to it. speak: the answer to each connection."""
     requests: list[bytes] = []
 
     def answer(connection: socket.socket) -> None:
-        # The client hangs up on what it does not want.
+        # The client hangs up on an answer that it refuses.
         with connection, ExitStack() as quietly:
             quietly.push(lambda kind, *_: kind is not None and issubclass(kind, OSError))
             requests.append(connection.recv(65536))

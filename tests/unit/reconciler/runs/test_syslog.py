@@ -1,7 +1,7 @@
 """The id of a request reaches the host's log: real runs, and a journal that only writes to a file.
 
-What a host logs is what Ansible's own module code sends there; the journal's Python binding, with
-which it does so, is stood in for.
+A host's log entries come from Ansible's own module code. The journal's Python binding, which it
+uses, is replaced by a stand-in.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_a_host_logs_whose_request_it_was(
     environment = {"PYTHONPATH": str(journal.parent / "python")}
     run = spec("run_logged")
     if launcher == "awx":
-        # A job has none of our environment: what it says is in the variables it is launched with.
+        # A job has none of our environment: the id is in the variables of its launch.
         name = "ansible_target_log_info"
         value = request.body(run)["extra_vars"][name]
         run = spec("run_logged", **{name: value})

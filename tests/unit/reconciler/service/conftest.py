@@ -15,6 +15,6 @@ __all__ = ["databases", "selling"]
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
     """A running server."""
-    # What the system has taken over is safe from the end of a process: no need to sync here.
+    # Data that the system has taken over survives the end of a process: no need to sync here.
     with running(fsync=False) as server:
         yield server

@@ -1,10 +1,10 @@
-"""`gpuaas` in new processes with scripted hosts: `python -m ….scripted`, told what to start on its
-input. The id of the process comes back.
+"""`gpuaas` in new processes with scripted hosts: `python -m ….scripted` reads the commands to start
+from its input. The id of the process comes back.
 
 Each is a copy of this process, in which everything is loaded already: a start is a matter of
 milliseconds, so that a test can afford many. Runs are processes of their own that outlive the
-service, as real ones do; what they do stands in the file `hosts` of the folder SCRIPTED_FOLDER, one
-line per beginning.
+service, as real ones do; their acts are in the file `hosts` of the folder SCRIPTED_FOLDER, a line
+per start.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from reconciler.runs.spec import RunSpec
 from reconciler.settings import Settings
 from reconciler.work import worker
 
-# What a worker of a pool loads when it starts.
+# Modules that a worker of a pool loads when it starts.
 LOADED = (child, pool_worker)
-# Without anything but what every interpreter has loaded: it starts in no time.
+# Only with modules that every interpreter has loaded: it starts in no time.
 HOST = """
 import json, os, sys, time
 root, log = sys.argv[1:3]
@@ -62,7 +62,7 @@ def _spawn(paths: RunPaths, descriptor: int) -> None:
 
 
 def _launch(site: launch.Site, spec: RunSpec) -> Path:
-    """The real one, after the host was told what it will say."""
+    """The real launch, after the scripted outcome is prepared."""
     folder = run_directory(site.state_dir, spec.run_id)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     answer = folder / "answer"
@@ -136,9 +136,9 @@ def main() -> None:
         return app
 
     application.create_app = prepared
-    # As long as a caller that was killed keeps its key: nobody here wants to wait for that.
+    # How long a killed caller keeps its key: the usual time is too long for these tests.
     idempotency.IN_FLIGHT_S = 1
-    # How often workers elsewhere renew what they hold, and hear of the end of their pool.
+    # How often workers elsewhere renew their leases, and hear of the end of their pool.
     leases.BEAT_S = 1.0
     # A worker that is told to end looks for a job to the end of that time.
     vars(api_queue)["_WAIT_S"] = 1
@@ -146,11 +146,11 @@ def main() -> None:
     vars(hints).update(_TIMEOUT_S=20.0, _LIMIT_S=30.0)
     vars(worker)["launch"] = _launch
     launch._spawn = _spawn
-    # What a service loads when it is first asked.
+    # Modules that a service loads at its first request.
     uvicorn.Config(app, log_config=None).load()
     assert _alembic
     gc.freeze()
-    # Whoever has ended is gone; nobody waits for it here.
+    # Ended processes are reaped by the kernel, because no parent waits for them here.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
     for line in sys.stdin:

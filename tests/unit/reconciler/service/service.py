@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Forge:
-    """Starts processes of `gpuaas`, as copies of one in which everything is loaded."""
+    """Starts processes of `gpuaas`, as copies of a process in which everything is loaded."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -46,8 +46,8 @@ class Forge:
         output: Path | None = None,
         status: Path = Path(os.devnull),
     ) -> int:
-        """The id of a new process. environment: beside that of the test. output: of what it prints,
-        or the log. status: a file for its exit status.
+        """The id of a new process. environment: beside that of the test. output: a file for its
+        standard output, or the log. status: a file for its exit status.
         """
         request = {"words": words, "environment": {**os.environ, **environment}}
         files = {"log": log, "output": output or log, "status": status}
@@ -103,7 +103,7 @@ class Service:
         return self._says_yes("/readyz")
 
     def alive(self) -> bool:
-        """Whether the API answers, whoever else is missing."""
+        """Whether the API answers, even if other processes are missing."""
         return self._says_yes("/healthz")
 
     def _says_yes(self, path: str) -> bool:

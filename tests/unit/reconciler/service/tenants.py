@@ -25,14 +25,14 @@ BODY = {
 }
 
 
-# For an answer once nobody ends the service any more: before, it may be away for longer.
+# Time limit of an answer once the service is no longer killed: before, it may be away for longer.
 LIMIT_S = 60.0
 
 
 class Tenants:
-    """They begin and stop with the `with`; what is promised by then is asked for once more.
+    """They begin and stop with the `with`; the launches promised by then are requested once more.
 
-    launched: what was promised to them, by idempotency key; answers: statuses seen.
+    launched: allocations promised to them, by idempotency key; answers: statuses seen.
 
     unavailable: why they were told to come back later, by the codes of the problems.
     """
@@ -61,7 +61,7 @@ class Tenants:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        # After a failure there may be nobody who answers, and the failure is what is to be seen.
+        # After a failure the service may not answer, and the failure is to be seen.
         if failed is not None:
             self._limit_s = 0
         self._ended_at = time.monotonic()
@@ -84,7 +84,7 @@ class Tenants:
             key = str(uuid.uuid4())
             answer = self._ask("", self._body, key)
             if answer.status_code != 201:
-                # Everything is sold, or somebody else was quicker.
+                # Everything is sold, or another tenant was quicker.
                 self.refused += 1
                 assert answer.json()["code"] in {"no_capacity", "generation_conflict"}, answer.text
                 time.sleep(0.03)

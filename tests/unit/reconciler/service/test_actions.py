@@ -48,7 +48,7 @@ class Site:
         return reconciler_task.act({"action": action, "subject": subject, **values, **params})
 
     def ending(self, work: Callable[[], Any], **outcome: Any) -> Any:
-        """What `work` returns while its task ends with this outcome."""
+        """The result of `work`, whose task ends with this outcome."""
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(work)
             leased: list[Any] = []

@@ -40,7 +40,7 @@ def test_every_machine_has_the_sites(engine: sa.Engine, tmp_path: Path) -> None:
         settings.state_dir.mkdir(mode=0o700)
     adopt(first, engine)
     adopt(first, engine)
-    # One that has none makes none: it would be used by the next who looks no further.
+    # A machine without keys makes none, because a later process there would use them unchecked.
     with pytest.raises(Problem, match=r"authorities_differ.*found no keys"):
         adopt(second, engine)
     assert not (second.state_dir / "trust").exists()
@@ -52,7 +52,7 @@ def test_every_machine_has_the_sites(engine: sa.Engine, tmp_path: Path) -> None:
 
 
 def machine(folder: Path, source: Settings | None = None) -> Settings:
-    """A machine of the site; with the keys of another one as an earlier version had them."""
+    """A machine of the site; with the keys of another machine as an earlier version had them."""
     settings = Settings(state_dir=folder)
     (folder / "trust").mkdir(mode=0o700, parents=True)
     folder.chmod(0o700)
@@ -63,7 +63,7 @@ def machine(folder: Path, source: Settings | None = None) -> Settings:
 
 
 def earlier(settings: Settings, engine: sa.Engine) -> None:
-    """Record the authorities as a version without one for the gateway did."""
+    """Record the authorities as a version without an authority for the gateway did."""
     pairs = ca.authorities(open_trust(settings.state_dir))
     assert set(pairs) == {"host_ca", "user_ca"}
     with transaction(engine) as conn:
@@ -83,7 +83,7 @@ def test_a_site_of_an_earlier_version_gets_the_gateways_authority_once(
         adopt(stranger, engine)
 
     def late(*words: Any) -> Any:
-        """The other machine starts between this one's look and its record."""
+        """The other machine starts between this machine's look and its record."""
         monkeypatch.undo()
         adopt(first, engine)
         return retrying(*words)
@@ -117,7 +117,7 @@ def test_a_gateway_has_its_own_keys_and_no_others(engine: sa.Engine, tmp_path: P
         0o700,
         0o600,
     }
-    # What was revoked there stays so when the service writes the folder again.
+    # A key that was revoked there stays revoked when the service writes the folder again.
     revoked = (service.state_dir / "trust" / "operator.pub").read_text()
     ca.revoke_host(ca.Trust(folder), revoked)
     ca.export_gateway(trust, folder)
@@ -159,7 +159,7 @@ def test_a_replaced_authority_is_the_sites_on_every_machine(
     for settings in (first, second):
         adopt(settings, engine)
         assert ca.gateway_ca(open_trust(settings.state_dir)) == new
-    # The key of the earlier one is of no more use there.
+    # The key of the earlier authority is of no more use there.
     assert not (second.state_dir / "trust" / "gateway_ca").exists()
     with pytest.raises(Problem, match="authorities_differ"):
         adopt_gateway(gateway, engine)
@@ -169,7 +169,7 @@ def test_a_replaced_authority_is_the_sites_on_every_machine(
 
 @pytest.mark.covers("SLICE-10")
 def test_the_gateway_starts_with_that_folder_alone(tmp_path: Path) -> None:
-    """The processes themselves. What the service wrote for itself stays on its machine."""
+    """The processes themselves. The service's own files stay on its machine."""
     service, gateway = machine(tmp_path / "a"), machine(tmp_path / "b")
     engine, _ = open_migrated(service)
     adopt(service, engine)

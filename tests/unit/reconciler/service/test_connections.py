@@ -1,4 +1,4 @@
-"""Connections to a real uvicorn: how long one may wait, and how many there may be."""
+"""Connections to a real uvicorn: limits on their waiting time and number."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.unit.reconciler.service.service import until
 pytestmark = pytest.mark.covers("CTRL-1")
 
 _WAIT_S = 0.4
-# The limit for a peer that is not to be cut: no pause of the machine is as long. What lasts for
-# longer, and for less, passes by the service's clock at once.
+# Limit for a peer that must not be cut: no pause of the machine is as long. Times above and below
+# it pass on the service's clock at once.
 _PATIENT_S, _LONG_S, _SHORT_S = 60.0, 100.0, 30.0
 _READ = ("quick", "slow", "large", "stream")
 _HEAD = b"GET /%s HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -36,7 +36,7 @@ Open = Callable[[], socket.socket]
 
 
 class Service:
-    """What the application has seen."""
+    """The application, and the connections that it has seen."""
 
     def __init__(self) -> None:
         self.gone = threading.Event()
@@ -227,7 +227,7 @@ def test_a_peer_that_asks_again_and_again_stays(
 def test_work_of_the_service_may_take_longer(dial: Open, patient: None) -> None:
     connection = dial()
     ask(connection, b"slow")
-    # Two requests at once: the second one begins with the answer of the first.
+    # Two requests at once: the second begins with the answer of the first.
     connection.sendall(_HEAD % b"quick" + _HEAD % b"slow")
     until_end(connection, b"slow")
 

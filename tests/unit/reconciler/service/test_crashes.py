@@ -50,7 +50,7 @@ def test_told_to_end_it_leaves_nothing_behind(selling: Stack) -> None:
         with reading(selling.engine) as conn:
             assert leader.processes(conn) == []
             leads = leader.read(conn, leader.LOOPS)
-        # The next one need not wait for the end of a lease.
+        # The next leader need not wait for the end of a lease.
         assert leads is not None and not leads["live"]
         service.start("worker")
         until(lambda: _lives(selling, "worker"))
@@ -63,7 +63,7 @@ def _lives(stack: Stack, role: str) -> bool:
 
 
 def _comes_to_rest(stack: Stack, service: Service) -> None:
-    """Every task ends by itself; nobody needs SQL."""
+    """Every task ends by itself, without SQL by an operator."""
     open_states = [TaskState.QUEUED, TaskState.WAITING, TaskState.RUNNING]
     query = sa.select(sa.func.count()).select_from(tables.tasks)
 
@@ -82,7 +82,7 @@ def _kept(stack: Stack, service: Service, tenants: Tenants) -> None:
         ends = Counter(conn.execute(sa.select(tables.tasks.c.state)).scalars())
         runs = set(conn.execute(sa.select(tables.tasks.c.run_id)).scalars()) - {""}
         slots = Counter(conn.execute(sa.select(tables.slots.c.status)).scalars())
-    # What was promised is there, and nothing that nobody was promised.
+    # Every promised allocation exists, and no other.
     assert ids == set(tenants.launched.values())
     assert len(ids) > 3
     # A run outlives the service and is found again: none is lost, none began twice.

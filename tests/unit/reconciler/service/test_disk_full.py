@@ -54,7 +54,7 @@ def test_a_launch_that_cannot_be_stored_is_refused_and_can_be_repeated(selling: 
         answer: httpx.Response = member.post(PATH, json=BODY, headers={"Idempotency-Key": key})
         return answer
 
-    # What is in the write-ahead log goes into the file: the next change begins with an empty log.
+    # The write-ahead log goes into the file: the next change begins with an empty log.
     selling.engine.dispose()
     assert member.get(PATH).json()["items"] == []
     refused: list[str] = []
@@ -65,7 +65,7 @@ def test_a_launch_that_cannot_be_stored_is_refused_and_can_be_repeated(selling: 
                 break  # there was room for all of it
             refused.append(f"k{pages}")
             assert (answer.status_code, answer.json()["code"]) == (503, "database_unavailable")
-            # What was there can still be read.
+            # Existing rows can still be read.
             assert member.get(PATH).json()["items"] == []
         with reading(selling.engine) as conn:
             assert invariants.check(conn) == []
@@ -95,7 +95,7 @@ def test_a_run_whose_files_have_no_room_is_not_begun(tmp_path: Path) -> None:
     for room in (0, 10, 200):
         with full(room), pytest.raises(LauncherAway, match="run_folder_unwritable"):
             launch(site, spec())
-    # Half a folder is in nobody's way once there is room.
+    # A partial folder does no harm once there is room.
     outcome = collect.wait(launch(site, spec()), LIMIT_S).outcome
     assert outcome.ok
 

@@ -46,7 +46,7 @@ LIMITS = f"-c lock_timeout={LOCK} -c idle_in_transaction_session_timeout=4s"
 PATIENT = "40s"
 # The session of a paused process ends within that time, and its rows are free.
 RECOVERED_S = 30.0
-# What has nothing to do with the locked row does not wait for it.
+# Requests that do not need the locked row do not wait for it.
 SOON_S = 15.0
 # Of the 15 connections of a process, requests for the locked node occupy all.
 REQUESTS = 30
@@ -109,7 +109,7 @@ def test_workers_take_the_work_of_other_nodes_and_then_of_the_locked_node(
     engine = selling_site.engine
     first = _discovery(engine, "n1")
     with transaction(engine) as conn:
-        # More work than a worker looks at in one query.
+        # More work than a worker looks at in a single query.
         for number in range(80):
             values = {**vars(first), "id": f"many-{number}", "subject_id": f"s{number}"}
             names = [column.name for column in tables.tasks.columns if column.computed is None]
@@ -242,7 +242,7 @@ def test_a_leader_whose_loops_hang_gives_up_and_comes_back(
     try:
         until(lambda: len(acted) >= 3)
         assert "first" not in acted and first[1].term() is None
-        # On a busy machine the second one counts as stuck at times.
+        # On a busy machine the second counts as stuck at times.
         until(lambda: roles() == {LOOPS: 1})
         with reading(engine) as conn:
             row = leader.read(conn, LOOPS)
@@ -398,7 +398,7 @@ def _waiting(engine: sa.Engine) -> int:
 def test_a_server_that_takes_all_and_never_answers_is_given_up(
     postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a transaction, before one, and while a connection is made."""
+    """In the middle of a transaction, before a transaction, and while a connection is made."""
     monkeypatch.setattr(postgresql, "_GRACE_S", 1.0)
     monkeypatch.setattr(postgresql, "_PING_S", 1.0)
     limits = {"options": "-c statement_timeout=1s", "connect_timeout": "2"}

@@ -106,7 +106,7 @@ def test_one_leads_until_its_term_ends_or_it_resigns(
         resign(conn, leading)
         follower = campaign(conn, LOOPS, "b", 30)
         assert follower.epoch == leading.epoch + 1
-        # Giving up what is no longer one's own takes nothing from the other.
+        # Resigning a term that has ended takes nothing from its successor.
         resign(conn, leading)
         assert campaign(conn, LOOPS, "a", 30) is None
         _expire(conn)
@@ -229,7 +229,7 @@ def test_without_the_fence_the_same_pauses_are_seen(tmp_path: Path) -> None:
 
 
 def _stale(epochs: list[int]) -> int:
-    """Writes of an epoch after a later one had begun to write."""
+    """Writes of an epoch after a later epoch had begun to write."""
     return sum(1 for before, after in pairwise(epochs) if after < before)
 
 
@@ -253,7 +253,7 @@ def _story(url: str, manner: str, pauses: int) -> list[int]:
 
 
 def _pause(engine: sa.Engine) -> bool:
-    """Stop the leader until the other one has written; False when it held the whole database."""
+    """Stop the leader until the other has written; False when it held the whole database."""
     leads = _leader(engine)
     if leads is None:
         time.sleep(0.02)
@@ -293,7 +293,7 @@ def _written_after(engine: sa.Engine, epoch: int) -> bool:
         with reading(engine) as conn:
             return int(conn.execute(query.limit(1)).scalar() or 0) > epoch
     except sa.exc.OperationalError as error:
-        # It was stopped while it held SQLite's lock of the index, without which nobody reads.
+        # It was stopped while it held SQLite's lock of the index, without which no process reads.
         if getattr(error.orig, "sqlite_errorcode", None) != sqlite3.SQLITE_PROTOCOL:
             raise
         return False

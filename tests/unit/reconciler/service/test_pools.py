@@ -154,7 +154,7 @@ def test_a_member_s_job_is_answered_by_the_shipped_model(tmp_path: Path) -> None
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended. The test's machine may have nobody who collects it."""
+    """Whether a process has ended. The test's machine may have no process that reaps it."""
     try:
         return not Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Several workers on one PostgreSQL, and that database ended as by a power cut."""
+"""Several workers on the same PostgreSQL, and that database ended as by a power cut."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def selling_site_at(url: str) -> Iterator[Site]:
 
 
 class Load:
-    """Launches and releases through the store, each exactly once, whatever the answer's fate.
+    """Launches and releases through the store, each exactly once, even if its answer is lost.
 
     `Tenants` do the same over HTTP, beside it.
     """
@@ -154,7 +154,7 @@ def test_two_workers_and_a_database_that_ends_again_and_again(
                 load.stop()
         until(lambda: insist(lambda: _at_rest(selling_site.engine)))
         until(service.ready)
-        # While it was away, whoever asked over HTTP was told why, and to come back.
+        # While the database was away, clients over HTTP were told why, and to come back.
         assert set(tenants.unavailable) == {"database_unavailable"}
         assert 500 not in tenants.answers, service.log()[-3000:]
         assert tenants.launched
@@ -162,7 +162,7 @@ def test_two_workers_and_a_database_that_ends_again_and_again(
 
 
 def _roles(engine: sa.Engine) -> dict[str, int]:
-    """How many live of each: the API runs no tasks, and the workers answer nobody."""
+    """Live processes by role: the API runs no tasks, and the workers serve no requests."""
     with reading(engine) as conn:
         return dict(leader.live_roles(conn))
 

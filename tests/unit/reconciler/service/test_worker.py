@@ -1,4 +1,4 @@
-"""Tasks without an attending worker: of dead workers, of this one, and canceled tasks."""
+"""Tasks without an attending worker: of dead workers, of this worker, and canceled tasks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.unit.reconciler.service.service import until
 
 @pytest.fixture
 def worker(sold: Site, tmp_path: Path) -> Worker:
-    """One that was not started: the test does its looks."""
+    """A worker that was not started: the test does its looks."""
     return Worker(Settings(state_dir=tmp_path), sold.engine)
 
 
 def held(sold: Site, worker: Worker, owner: str, folder: Path) -> Task:
-    """A task with a run in this worker's folder, held by somebody for an hour."""
+    """A task with a run in this worker's folder, held by `owner` for an hour."""
     with transaction(sold.engine) as conn:
         sold.allocate(conn)
         (task,) = leasing.lease(conn, owner, runner=worker._runner, seconds=3600)
@@ -43,7 +43,7 @@ def held(sold: Site, worker: Worker, owner: str, folder: Path) -> Task:
 
 
 def free(sold: Site, worker: Worker) -> list[str]:
-    """The ids of what another worker on the same machine could take now."""
+    """The ids of tasks that another worker on the same machine could take now."""
     with transaction(sold.engine) as conn:
         return [task.id for task in leasing.lease(conn, "next", runner=worker._runner)]
 
@@ -111,7 +111,7 @@ def test_a_worker_of_an_older_version_leases_nothing(
 def test_a_problem_that_it_does_not_expect_is_logged_with_its_trace(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A newer schema ends the process soon, so only that one needs none."""
+    """A newer schema ends the process soon, so only that problem needs no trace."""
     codes = iter(("schema_outdated", "not_found"))
 
     def lease() -> None:
@@ -161,7 +161,7 @@ def test_what_it_dropped_itself_goes_on(sold: Site, worker: Worker, tmp_path: Pa
     worker._dropped.append(task)
     worker._let_go()
     assert (worker._dropped, free(sold, worker)) == ([], [task.id])
-    # By now it is somebody else's.
+    # By now another worker holds it.
     worker._dropped.append(task)
     worker._let_go()
     assert free(sold, worker) == []
@@ -181,7 +181,7 @@ def test_a_run_that_nobody_wants_is_told_where_its_folder_is(
     assert (run / "cancel").exists()
     (run / "cancel").unlink()
     (run / "cancel").mkdir()
-    worker._end_unwanted_runs()  # Of one that cannot be told, the worker goes on to its tasks.
+    worker._end_unwanted_runs()  # A run that cannot be told to end does not stop the worker.
     (run / "cancel").rmdir()
     with transaction(sold.engine) as conn:
         conn.execute(sa.update(tables.tasks).values(runner="another"))

@@ -1,7 +1,7 @@
 """A machine that runs the enrolment script, and the reconciler's side of it.
 
-Real curl, ssh-keygen and python3, a real HTTP server. Only what would change this machine is a
-stand-in: sshd, systemctl and logger.
+Real curl, ssh-keygen and python3, a real HTTP server. Only programs that would change this machine
+are stand-ins: sshd, systemctl and logger.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def trust(tmp_path: Path) -> ca.Trust:
 
 
 class Api:
-    """What the reconciler's side was asked, and answers."""
+    """The reconciler's side: requests and replies."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, Any]]] = []

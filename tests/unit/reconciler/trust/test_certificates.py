@@ -1,4 +1,4 @@
-"""SSH certificates against the real ssh-keygen, which signs the same and reads what we sign."""
+"""SSH certificates against the real ssh-keygen, which signs the same and reads our signatures."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_a_name_that_no_dns_knows_leads_to_the_given_address(
     assert failed.returncode and "no route to host against api.gpuaas.invalid" in failed.stdout
     done = host.run(userdata(url, "node-1", TOKEN, address="127.0.0.1", insecure=True))
     assert done.returncode == 0, done
-    # The name is what the host remembers: its certificate and its parity are about the name.
+    # The host remembers the name: its certificate and its parity are about the name.
     assert "GPUAAS_API_NAME=api.gpuaas.invalid" in host.text("etc/gpuaas/enrolment.env")
     with pytest.raises(TrustError, match="enrolment_invalid"):
         userdata(url, "node-1", TOKEN, address="1'; reboot; '")
@@ -225,7 +225,7 @@ def test_over_tls_only_the_pinned_ca_counts(
         assert done.returncode == 1
         assert "certificate" in host.text("syslog").splitlines()[-1]
         assert api.requests == [], "the token went to a server that nobody vouched for"
-    # One file with both, and a key that must not get out of it.
+    # A file with both authorities, and a private key that must not leave it.
     authority.write_text("# ours\n" + other.read_text() + authority.read_text().strip())
     with authority.open("a") as handle:
         handle.write("\n" + authority.with_name("ca.key").read_text())

@@ -42,7 +42,7 @@ COMPRESSED = line("ecdsa-sha2-nistp256", b"nistp256", bytes.fromhex(f"03{_X}"))
     ids=["comment", "padding", "more-padding", "zero"],
 )
 def test_a_host_key_has_one_spelling(given: str, plain: str) -> None:
-    """A host could name its neighbour's key, or one that no line of known_hosts revokes."""
+    """A host could name its neighbour's key, or a key that no line of known_hosts revokes."""
     assert public_key(given, whole=True) == plain
 
 

@@ -118,7 +118,7 @@ def test_the_script_is_told_what_the_module_is_told(file: Path) -> None:
     assert request.fabric_link == profile["fabric"]["link"]
     assert list(request.exclude_models) == profile["nvme"]["exclude_models"]
     assert list(request.not_applicable) == profile["not_applicable"]
-    # The script's own repository is another profile's: where this one has none, nothing is asked.
+    # The script's own repository is another profile's: if this profile has none, nothing is asked.
     options = profile.get("racadm", {})
     assert {key: settings.install.get(key) for key in ("uri", "suite", "components")} == {
         "uri": options.get("repository"),
@@ -176,7 +176,7 @@ def test_what_a_profile_leaves_open_is_not_asked_of_its_machines() -> None:
 def test_the_generated_script_reports_about_this_machine(
     host: Host, api: Api, trust: ca.Trust
 ) -> None:
-    """The real one, which reads this machine: its findings are this machine's."""
+    """The real script, which reads this machine: its findings are this machine's."""
     profile = yaml.safe_load((PROJECT / "profiles/lab.yml").read_text())
     document = preflight.document(profile)
     assert len(json.dumps(document)) < 1 << 20

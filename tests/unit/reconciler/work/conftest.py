@@ -33,13 +33,13 @@ READINESS = {
 
 
 class Runs:
-    """Stands where ansible-runner does: remembers what was launched, answers as it is told."""
+    """Stands in for ansible-runner: records launches and answers as told."""
 
     def __init__(self) -> None:
         self.launched: list[RunSpec] = []
         self.outcome: Outcome | None = None
         self.alive = False
-        # What happens while the run lives, one of them at each look; the last one as it ends.
+        # Events while the run lives, a single event at each look; the last as it ends.
         self.during: list[Callable[[], None]] = []
 
     def launch(self, _site: object, spec: RunSpec) -> Path:

@@ -50,7 +50,7 @@ def test_a_reachable_vm_makes_its_allocation_active(
     assert spec.variables["slice_vm"]["memory_mib"] == 768
     assert spec.variables["boot_id"] == sold.document(0)["identity"]["boot_id"]
     contract.check_vars("provision_slice", spec.variables)
-    # One id from the request to the host's log: what the playbooks log is in `slice_run`.
+    # The same id from the request to the host's log: the playbooks log the id in `slice_run`.
     assert task.correlation_id == ADMIN.correlation_id
     ids = (spec.correlation_id, spec.variables["slice_run"]["correlation_id"])
     assert ids == (task.correlation_id, task.correlation_id)
@@ -76,7 +76,7 @@ def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
         record = Recorder(RunPaths(directory).progress)
         record({"event": "runner_on_ok", "event_data": {"task": name, "res": {"changed": True}}})
 
-    # Told at the look after it, and the last words at the one that finds the run ended.
+    # Reported at the look after it; the last words at the look that finds the run ended.
     runs.during = [lambda: say("Clone the image"), lambda: heard.append(lines())]
     runs.during.append(lambda: say("Wait until it is reachable"))
     runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
@@ -94,7 +94,7 @@ def test_what_a_run_says_is_read_while_it_lives_and_to_its_last_word(
 def test_a_run_begins_with_a_lease_only(
     sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is arranged elsewhere before the run may take as long as a lease."""
+    """Preparations elsewhere before the run may take as long as a lease."""
 
     def arrange(*_: object) -> None:
         with transaction(sold.engine) as conn:
@@ -138,7 +138,7 @@ BOOT_CHANGED = {
 
 
 def restarted(sold: Site) -> dict[str, Any]:
-    """What the host says of itself after its restart."""
+    """Identity that the host reports after its restart."""
     return {**sold.document(0)["identity"], "boot_id": NEW_BOOT}
 
 
@@ -146,7 +146,7 @@ def restarted(sold: Site) -> dict[str, Any]:
 def test_a_restarted_host_gets_its_slots_back_and_sells_nothing_until_it_is_proven(
     sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
-    """I16: also the slot that nobody had asked for goes off sale."""
+    """I16: also the slot without an allocation goes off sale."""
     launched(sold)
     evidence = {"disk_written": False, "leftovers": False}
     runs.ends("failed", step="Lease the slots", error=BOOT_CHANGED, evidence=evidence)
@@ -270,7 +270,7 @@ def test_a_host_success_that_the_records_refuse_is_a_failure(
 def test_a_worker_that_lost_its_lease_settles_nothing(
     sold: Site, runs: Runs, tmp_path: Path, attend: Callable[[], Task]
 ) -> None:
-    """Another worker took the task over while this one slept: its result is not recorded."""
+    """Another worker took the task over while this worker slept: its result is not recorded."""
     allocation_id = launched(sold)
     with transaction(sold.engine) as conn:
         (task,) = leasing.lease(conn, "worker-a")
@@ -289,7 +289,7 @@ def test_a_worker_that_lost_its_lease_settles_nothing(
 def test_a_wipe_frees_only_the_slots_it_was_given(
     sold: Site, runs: Runs, attend: Callable[[], Task]
 ) -> None:
-    """A host that proves a slot of somebody else's clean, and not the one it was asked for."""
+    """A host proves a slot of another allocation clean, and not the requested slot."""
     with transaction(sold.engine) as conn:
         mine, other = sold.failed(conn), sold.failed(conn)
         (slot,) = [claim.slot_id for claim in claims.of_allocation(conn, mine)]

@@ -77,7 +77,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shop:
-    """A site that sells one slice; the worker's next task is brought to its end."""
+    """A site with an allocated slice; the worker's next task is brought to its end."""
 
     def __init__(self, site: Site, awx: Controller, state_dir: Path) -> None:
         self.site = site

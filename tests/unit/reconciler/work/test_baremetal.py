@@ -36,7 +36,7 @@ def work(conn: sa.Connection, task: Task) -> Work:
 
 
 def variables(item: Work) -> dict[str, Any]:
-    """What the run gets, as the contract has it."""
+    """Variables of the run, checked against the contract."""
     given = HANDLERS[item.task.kind].variables(item)
     run = {
         "id": "r", "task_id": item.task.id, "kind": item.task.kind,
@@ -80,7 +80,7 @@ def test_a_tenant_comes_and_goes(machines: Machines) -> None:
 
 @pytest.mark.covers("I4", "CTRL-15")
 def test_no_proof_from_before_the_machines_tenant_lets_a_slot_on_sale(machines: Machines) -> None:
-    """The schema refuses it, whoever writes; the release's own proofs count."""
+    """The schema refuses it from any writer; the release's own proofs count."""
     with transaction(machines.engine) as conn:
         candidates = machines.site.document(1)["candidates"]
         bundle = Bundle.of(candidates[1]["bundle"])
@@ -164,7 +164,7 @@ def test_a_restarted_host_is_discovered_before_it_is_given_away(machines: Machin
 
 @pytest.mark.covers("CTRL-15")
 def test_an_ordinary_machine_is_ready_once_it_was_seen(machines: Machines) -> None:
-    """What is sold as a whole needs no bootstrap."""
+    """A machine that is sold as a whole needs no bootstrap."""
     identity = machines.site.document(2)["identity"]
     with transaction(machines.engine) as conn:
         values = {"mode": NodeMode.BAREMETAL, "profile": "lab"}

@@ -253,7 +253,7 @@ def slow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_a_run_that_still_lives_is_ended(
     sold: Site, settings: Settings, look: Look, tmp_path: Path, slow_runs: Path
 ) -> None:
-    """A real process on this runner, which nobody attends: all workers may be busy."""
+    """A real process on this runner without an attending worker: all workers may be busy."""
     launched(sold)
     with transaction(sold.engine) as conn:
         nodes.change(conn, "n1", ADMIN, profile="lab")

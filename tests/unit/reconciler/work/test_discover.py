@@ -1,4 +1,4 @@
-"""Discovery: it closes slots that it contradicts, and a later one opens them again."""
+"""Discovery: it closes slots that it contradicts, and a later discovery opens them again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_off_sale_and_back_by_discoveries_alone(sold: Site) -> None:
         disk["blockers"] = [{"code": "mounted", "detail": "/mnt"}]
         assert _discovered(conn, mounted) == ["disabled", "available"]
         assert _discovered(conn, sold.document(0)) == ["available", "available"]
-        # Of another boot: only parity shows that the host still is what it was.
+        # Of another boot: only parity shows that the host is unchanged.
         rebooted = sold.document(0)
         rebooted["identity"]["boot_id"] = "another"
         assert _discovered(conn, rebooted) == ["disabled", "disabled"]
@@ -50,7 +50,7 @@ def test_a_host_that_lists_more_gpus_than_its_profile_has_sells_none(sold: Site)
         assert "64" in fault["reason"] and "4" in fault["reason"]
         assert _discovered(conn, sold.document(0), 4) == ["available", "available"]
         assert nodes.get(conn, "n1").health_detail == {}
-        # One that is missing degrades the node, and the others stay on sale.
+        # A missing GPU degrades the node, and the others stay on sale.
         assert _discovered(conn, with_gpus(sold.document(0), 3), 4) == ["available", "available"]
         assert nodes.get(conn, "n1").health_detail["reason"] == "3 of 4 GPUs are present"
         # A profile without a number compares nothing.
@@ -64,7 +64,7 @@ def test_no_tenant_pays_for_gpus_of_a_whole_machine_that_its_profile_has_not(sol
     with transaction(sold.engine) as conn:
         _discovered(conn, with_gpus(sold.document(1), 64), 4, node_id="m1")
         assert machines.reasons(conn)["m1"] == "node_degraded"
-        # A fault of another kind hides that one, and ends.
+        # A fault of another kind hides that fault, and ends.
         healthy = {"health_state": "healthy", "health_detail": {}}
         conn.execute(sa.update(tables.nodes).where(tables.nodes.c.id == "m1").values(**healthy))
         assert machines.reasons(conn)["m1"] == "gpu_count_mismatch"

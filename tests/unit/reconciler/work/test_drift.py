@@ -41,7 +41,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def loop(sold: Site, settings: Settings) -> Callable[..., list[Task]]:
-    """The loop after a whole interval; what it has queued."""
+    """The loop after a whole interval; returns the queued tasks."""
 
     def turn(**change: Any) -> list[Task]:
         with transaction(sold.engine) as conn:
@@ -90,7 +90,7 @@ def test_the_leader_asks_and_the_records_learn(
 ) -> None:
     (task,) = loop()
     assert (task.kind, task.requested_by) == ("slice.drift_reconcile", "reconciler")
-    assert [row.id for row in loop()] == [task.id], "one is asked for already"
+    assert [row.id for row in loop()] == [task.id], "a comparison is queued already"
     with transaction(sold.engine) as conn:
         first = slots.of_node(conn, "n1")[0]
     holdings = nothing()

@@ -81,7 +81,7 @@ def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
     )
     with transaction(sold.engine) as conn:
         before = {row.id: row.deadline_at for row in _held(conn, allocation_id)}
-        # Nothing has begun: what cannot be launched is given up as if it had not been tried.
+        # Nothing has begun: a run that cannot be launched is given up as if it had not been tried.
         limit = DEADLINES["slot", SlotState.RELEASING].seconds
         now = clock.read(conn)
         assert all(at - now <= limit for at in before.values())
@@ -93,7 +93,7 @@ def test_a_slot_waits_for_a_run_that_may_take_longer_than_its_state(
         assert all(row.deadline_at - now > spec.deadline_s for row in held)
         queue.extend_deadlines(conn, queue.get(conn, task.id))
         assert _held(conn, allocation_id) == held
-        # Who saw the old deadline pass does not act on the new one.
+        # A loop that saw the old deadline pass does not act on the new deadline.
         assert not recovery.expire(conn, late, ADMIN)
 
 

@@ -33,7 +33,7 @@ from tests.unit.reconciler.work.conftest import Attend, Runs, launched, statuses
 __all__ = ["boot"]
 pytestmark = pytest.mark.covers("CTRL-8", "I13")
 
-# What Ansible says of a module that finds no room, as recorded on a machine with a full disk.
+# Ansible's message about a module that finds no room, as recorded on a machine with a full disk.
 FULL = (
     "Module result deserialization failed: No start of json char found; "
     "raise FileNotFoundError(_errno.ENOENT,\nFileNotFoundError: [Errno 2] No usable temporary "
@@ -94,7 +94,7 @@ def test_a_host_that_takes_no_writes_sells_nothing_until_a_run_ends_well(
     assert statuses(sold) == ["cleanup_blocked", "disabled"]
     with transaction(sold.engine) as conn:
         assert code(sold.allocate, conn) == "no_capacity"
-    # What fails in other words does not show that there is room again.
+    # A failure in other words does not show that there is room again.
     for outcome in (failed("nvme_missing", "else"), full):
         enqueue_comparison(sold)
         runs.outcome, runs.alive = outcome, False
@@ -222,7 +222,7 @@ def test_a_task_notices_at_once_that_its_runs_folder_is_gone(
     task = attend()
     assert (task.state, task.error["code"]) == ("lost", "run_folder_gone")
     with transaction(sold.engine) as conn:
-        # Nobody knows how far it came.
+        # The run's progress is unknown.
         assert "cleanup_blocked" in sold.statuses(conn)
 
 

@@ -228,7 +228,7 @@ def machine_returned(sold: Site, conn: Connection) -> dict[str, Any]:
     return machines.evidence(conn, key, drift=drift)
 
 
-# Of a task each: what it needs first, and the report of a host that did its part.
+# For each kind of task: the preparation, and the report of a host that did its part.
 OTHERS: tuple[Callable[[Site, Connection], dict[str, Any]], ...] = (
     *(provision, release, absence, change_power, reboot, bootstrap, take_over),
     *(enrol, plan_firmware, change_firmware, convert, bind, machine_given, machine_returned),
@@ -245,7 +245,7 @@ def test_no_other_report_of_another_form_stops_or_frees_anything(
     prepare: Callable[[Site, Connection], dict[str, Any]],
 ) -> None:
     chosen = random.Random(prepare.__name__)  # noqa: S311
-    # The first report is the good one.
+    # The first report is valid.
     path: Path_ | None = None
     for number in range(14):
         sold = Site(database.restore(sold_template))

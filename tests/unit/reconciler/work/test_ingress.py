@@ -244,7 +244,7 @@ def test_a_release_frees_the_port_with_its_proof(
 def test_the_end_of_an_allocation_leaves_the_rules_of_another(
     sold: Site, allocation: str, runs: Runs, attend: Attend
 ) -> None:
-    """Its host still forwards them, so nobody else gets their ports."""
+    """Its host still forwards them, so their ports are not given out."""
     with transaction(sold.engine) as conn:
         other = sold.active(conn)
     rule_id = applied(sold, allocation, runs, attend)

@@ -1,7 +1,7 @@
 """Limits of runs: never below the limits that they hand to their host.
 
-Where the task's own deadline was the shorter one, the run was killed while the host still booted,
-and what it had done was then unknown.
+If the task's deadline was shorter, the run was killed while the host still booted, and its effects
+were then unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.unit.reconciler.conftest import ADMIN, Site
 ROOT = Path(__file__).resolve().parents[4]
 # A variable of the run that its playbook gives to a role or a module as a limit.
 HANDED = re.compile(r'^\s+(?:\w+_)?(?:timeout|deadline): "\{\{ ([\w.]+) \}\}"$', re.MULTILINE)
-# What has no limit on the host, by the module that does it: the profile says how long it may be.
+# Modules without a limit on the host: the profile says how long they may take.
 UNLIMITED = {
     "gpuaas.slice.image_clone": "slice_profile.deadlines.clone",
     "gpuaas.slice.nvme_wipe": "slice_profile.deadlines.wipe",
@@ -122,7 +122,7 @@ def test_a_run_lasts_for_all_the_limits_that_it_hands_to_its_host(
     # A run of power stops a guest or starts it anew, each within the same limit.
     names = [*dict.fromkeys(handed(kind)), *unlimited(kind), *twice]
     limits = [value_of(spec, name) for name in names]
-    assert sum(limits) > plain, "shorter ones would pass whatever the deadline is"
+    assert sum(limits) > plain, "shorter limits would fit any deadline"
     assert spec.deadline_s > sum(limits)
 
 

@@ -75,7 +75,7 @@ class Maas:
     def meanwhile(
         self, monkeypatch: pytest.MonkeyPatch, change: Callable[[sa.Connection], object]
     ) -> None:
-        """Make the change in each comparison, between what it reads and what it writes."""
+        """Make the change in each comparison, between its reads and its writes."""
         compare = maas_sync._compare
 
         def changed(*arguments: Any) -> Any:
@@ -147,7 +147,7 @@ class Maas:
         return line.split("'")[1]
 
     def step(self, owner: str = "worker") -> Task | None:
-        """A worker takes a step of the next task, if there is one that may begin."""
+        """A worker takes a step of the next task, if any task may begin."""
         with transaction(self.engine) as conn:
             conn.execute(sa.update(tasks).values(not_before=None))
             taken = leasing.lease(conn, owner, kinds=[DEPLOY, RELEASE])
@@ -249,7 +249,7 @@ def test_a_site_whose_maas_erases_disks_at_each_release(maas: Maas, erased: bool
 def test_a_site_that_has_maas_erase_the_disks_between_tenants(maas: Maas) -> None:
     maas.settings = maas.settings.model_copy(update={"maas_erase_disks": True})
     maas.tenancy()
-    # What is on the disks decides, not the task: a release that failed is asked for again.
+    # The state of the disks decides, not the task: a failed release is requested again.
     maas.begin(slow=3, failing={"14": 15})
     assert maas.play().error["code"] == "maas_failed"
     maas.begin(machine(status=15))
@@ -260,7 +260,7 @@ def test_a_site_that_has_maas_erase_the_disks_between_tenants(maas: Maas) -> Non
     # Overwritten as a whole where the drive has no erasure of its own.
     erasure = {name: value for name, value in release.items() if "erase" in name}
     assert erasure == {"erase": "true", "secure_erase": "true", "quick_erase": "false"}
-    # Not where no tenant was: the disks may have what the site keeps on them.
+    # Not where no tenant was: the disks may hold the site's data.
     for kind in (DEPLOY, RELEASE):
         with transaction(maas.engine) as conn:
             host.maintain(conn, "m1", ADMIN)
@@ -433,7 +433,7 @@ def test_hosts_with_the_serial_number_of_the_machine_stop_it(maas: Maas) -> None
     with pytest.raises(Problem) as refusal:
         maas.queue()
     assert (refusal.value.code, refusal.value.found) == ("serial_twice", "the same at m2")
-    # What firmware shows where nobody has set a serial number is not the same one.
+    # Firmware's placeholder of an unset serial number is not the same number.
     maas.report("0000000", "m2", 2)
     maas.report("0000000")
     maas.queue()
@@ -487,7 +487,7 @@ def test_a_host_that_was_installed_on_the_machine_of_another_node_stops_it(maas:
 
 
 def test_a_serial_number_is_nobodys_while_its_first_host_is_unknown(maas: Maas) -> None:
-    """Two records of one machine report the same from the beginning."""
+    """Two records of the same machine report the same from the beginning."""
 
     def refused() -> list[str]:
         codes = []
@@ -592,7 +592,7 @@ def test_settings_by_which_no_machine_could_enrol_end_the_task(maas: Maas, tmp_p
 
 
 def test_a_machine_that_gets_another_address_is_not_waited_for(maas: Maas) -> None:
-    """MAAS gives an address at the deployment, unless the machine has a static one."""
+    """MAAS gives an address at the deployment, unless the machine has a static address."""
     maas.tenancy()
     maas.begin(edits={"deploy": {"ip_addresses": ["10.0.2.99"]}})
     task = maas.play(enrols=False)
@@ -675,7 +675,7 @@ def test_a_machine_with_a_disk_that_was_never_wiped_is_not_returned(
 ) -> None:
     """MAAS may give it to any of its users. An installation keeps it here."""
     maas.maintain()
-    # A disk that this node gave up may come back to it, and one of another node was seen here.
+    # A disk that this node gave up may come back to it, and a disk of another node was seen here.
     here = maas.machines.site.document(1)["nvme"][0]["identity"]
     for unproven in ({"eui.5e": {"m1"}}, {here: {"m9"}}):
         monkeypatch.setattr(installation, "unproven_disks", lambda _conn, disks=unproven: disks)
@@ -769,7 +769,7 @@ def test_a_returned_machine_that_somebody_deployed_keeps_its_installation(maas: 
         maas.queue(kind)
         assert maas.play().error["code"] == "maas_occupied"
     assert "release" not in maas.asked()[count:]
-    # It is free again: what is installed then is ours.
+    # It is free again: the next installation is ours.
     maas.begin(machine(status=4, owner=""))
     maas.queue(DEPLOY)
     maas.step()
@@ -835,7 +835,7 @@ def test_a_release_that_was_refused_leaves_the_installation_ours(maas: Maas) -> 
         maas.begin(machine(), machine("other9", serial="S9"), **faults)
         assert maas.play().error["code"] == expected
         assert (maas.node().maas or {})["returned"] is returned
-    # What has enrolled since is ours, and stays ours when its release is refused.
+    # A machine that has enrolled since is ours, and stays ours when its release is refused.
     maas.enrol()
     with transaction(maas.engine) as conn:
         host.maintain(conn, "m1", ADMIN)

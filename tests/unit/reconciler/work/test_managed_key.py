@@ -48,7 +48,7 @@ def attend(machines: Machines, settings: Settings, runs: Runs) -> Attend:
 
 
 def answers(runs: Runs, *, present: bool = True) -> None:
-    # A host may say any time, also one that no date holds.
+    # A host may say any time, even a time beyond any date.
     ends = 2**53 - 1 if present else 0
     runs.ends(evidence={"managed_key": {"present": present, "expires_at": ends}})
 
@@ -114,7 +114,7 @@ def test_a_run_that_is_lost_fails_it_too_and_blocks_nothing(
 def test_a_host_that_does_not_answer_is_waited_for(
     machines: Machines, instance: tuple[str, str], runs: Runs, attend: Attend
 ) -> None:
-    """The seed's symptom: accepted, and never applied; the task says what for."""
+    """The seed's symptom: accepted, and never applied; the task says the reason."""
     id, _ = instance
     runs.outcome = SILENT
     assert attend().state == "waiting"

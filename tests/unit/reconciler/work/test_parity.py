@@ -70,7 +70,7 @@ def test_a_bare_metal_node_is_asked_for_absence_and_opens_nothing(sold: Site) ->
             "failures": 0,
             "warnings": 0,
         }
-        # What the gate reads is as it was; the report is there all the same.
+        # The gate's report is unchanged; the new report is stored all the same.
         assert reports.latest_parity(conn, "n1") == before
         kept = reports.latest_parity(conn, "n1", "baremetal")
         assert kept is not None and kept.task_id == item.task.id
@@ -85,7 +85,7 @@ def test_a_bare_metal_node_is_asked_for_absence_and_opens_nothing(sold: Site) ->
 def test_the_machines_tags_in_maas_go_along_once_somebody_has_said_them(
     sold: Site, mode: NodeMode, tags: list[str]
 ) -> None:
-    """Given as none while nobody knows them, they would keep every site without MAAS closed."""
+    """Given as an empty list while unknown, they would keep every site without MAAS closed."""
     with transaction(sold.engine) as conn:
         if mode is NodeMode.BAREMETAL:
             host.convert(conn, "n1", mode, ADMIN)

@@ -45,7 +45,7 @@ UNREADABLE = [
     '{"0x7fff": {"guids": []}, "0x10": {"guids": {}}}',
     '{"0x7fff": {"membership": "limited"}}',
     '{"0x10": {"guids": []}}',
-    # One key twice, of which the last would hide a member, and one member with two memberships.
+    # The same key twice, of which the last would hide a member, and a member with two memberships.
     f'{{"0x7fff": {{"guids": []}}, "0x10": {{"guids": [{MEMBER}]}}, "0x8010": {{"guids": []}}}}',
     f'{{"0x7fff": {{"guids": [{MEMBER}, {MEMBER.replace("full", "limited")}]}}}}',
 ]
@@ -157,7 +157,7 @@ def test_two_machines_of_a_project_that_join_at_the_same_time_both_stay(
     manager: Manager,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other one is claimed and joins while this one asks for the partitions."""
+    """The other machine is claimed and joins while this machine asks for the partitions."""
     reads = ufm.Client.partitions
     launch(sold, runs)
 
@@ -176,7 +176,7 @@ def test_two_machines_of_a_project_that_join_at_the_same_time_both_stay(
 def test_what_an_earlier_tenant_left_is_removed_first(
     sold: Site, runs: Runs, attend: Callable[[], Task], manager: Manager
 ) -> None:
-    """The function in another project's partition, and another slot's function in this one."""
+    """The function in another project's partition, and another slot's function in its own."""
     manager.begin(partitions={"0x11": {BARE[0]: "full"}, "0x10": {BARE[1]: "full"}})
     launch(sold, runs)
     assert attend().state == "succeeded"

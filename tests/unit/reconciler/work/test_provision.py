@@ -36,7 +36,7 @@ def test_a_limit_of_the_profile_goes_to_the_machine(limit: dict[str, int] | None
     assert machine["nested"] is False
     assert machine["vcpus"] == 2 * profile["vm"]["vcpus_per_gpu"]
     assert machine["host_cpus"] == 0
-    # Not a limit for each GPU: a slice has one management interface, however many it has.
+    # Not a limit for each GPU: a slice has a single management interface, however many GPUs it has.
     assert machine.get("mgmt_qos") == limit
 
 

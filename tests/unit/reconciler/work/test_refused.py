@@ -1,7 +1,7 @@
 """Outcomes that only the schema refuses: the task ends by name, and nothing is freed.
 
-The rules are the schema's own, or one that a newer version might have: no function of ours asks for
-it. A worker that took the refusal for a database that is away would come back to it for ever.
+The rules are the schema's own, or a rule that a newer version might have: no function of ours
+checks it. A worker that took the refusal for a database that is away would retry it for ever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNTOUCHED = {"disk_written": False, "leftovers": False}
 
 
 def rule(conn: sa.Connection, verb: str, table: sa.Table, row: str) -> None:
-    """Rows like this one are refused."""
+    """Refuse writes of such rows."""
     if conn.dialect.name == "postgresql":
         conn.exec_driver_sql(
             "CREATE FUNCTION rule() RETURNS trigger LANGUAGE plpgsql AS $$"
@@ -97,7 +97,7 @@ def test_its_slot_waits_for_evidence(
         assert (task.state, error["code"]) == ("failed", "outcome_refused")
         assert error["found"] == TOLD
         kept = error["evidence"].get("failure", error)
-        assert kept["evidence"] == (end.result or {})["evidence"], "what the host said"
+        assert kept["evidence"] == (end.result or {})["evidence"], "the host's evidence"
         if outcome is untouched:
             assert (kept["code"], kept["found"]) == ("no_clone", "no such image")
         row = allocations.get(conn, key)
@@ -137,7 +137,7 @@ def test_a_disk_of_a_machine_that_is_let_is_not_taken_over_elsewhere(
 
 
 def test_who_was_only_slower_is_not_refused(sold: Site, tmp_path: Path) -> None:
-    """Another transaction takes what only one can have; the next look finds it taken."""
+    """Another transaction takes a unique value first; the next look finds it taken."""
     with transaction(sold.engine) as conn:
         key = sold.allocate(conn)
     settings, task = begun(sold, tmp_path)

@@ -153,7 +153,7 @@ def test_no_run_begins_on_a_host_whose_certificate_has_ended(
 def test_a_host_that_is_refused_because_its_certificate_ended_meanwhile(
     sold: Site, runs: Runs, attend: Attend, host_key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the run did before is unknown, as with any other contact that was lost."""
+    """The effects of the run are unknown, as with any other contact that was lost."""
     certified(sold.engine, host_key, -1)
     monkeypatch.setattr(certificates, "require_valid", lambda *_: None)
     launched(sold)

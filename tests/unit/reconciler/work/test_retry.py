@@ -133,7 +133,7 @@ def test_a_host_that_was_lost_on_the_way_is_waited_for(
         (TaskKind.SLICE_TOPOLOGY_DISCOVER, "command_timeout", 2),
         (TaskKind.NODE_IMAGE_CACHE, "image_digest_mismatch", 1),
         (TaskKind.NODE_ENROL, "certificate_not_taken", 1),
-        # It changes the host: what it did is looked at before it is done again.
+        # It changes the host: its effects are examined before it is repeated.
         (TaskKind.NODE_BOOTSTRAP, "command_timeout", 1),
     ],
 )

@@ -204,7 +204,7 @@ def test_a_host_whose_baseline_differs_is_compared_once_for_it(
     assert [comparisons(collector, "host_disk_full") for _ in range(2)] == [1, 1]
     queued[0] = True
     assert [comparisons(collector, "host_disk_full") for _ in range(2)] == [1, 0]
-    # One whose telemetry a person has stopped prints nothing; a comparison starts it again.
+    # A host whose telemetry a person has stopped prints nothing; a comparison starts it again.
     before = path.read_text()
     assert comparisons(collector, "ended") == 1
     path.write_text(before)

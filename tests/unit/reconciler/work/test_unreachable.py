@@ -87,7 +87,7 @@ def test_a_task_waits_and_goes_on_with_a_run_of_its_own(
 def test_a_launch_on_a_host_that_answers_probes_only_ends(
     sold: Site, runs: Runs, attend: Attend, settings: Settings
 ) -> None:
-    """Otherwise its tenant waits for ever: it cannot release what is provisioned."""
+    """Otherwise its tenant waits for ever: it cannot release an allocation in provisioning."""
     key = launched(sold)
     runs.outcome = SILENT
     minutes = 0
@@ -154,7 +154,7 @@ def test_what_a_resumed_task_refuses_is_still_known(sold: Site, runs: Runs, atte
 @pytest.mark.parametrize(
     ("outcome", "node"),
     [
-        # A stranger at the address: an answer, and not one to wait for.
+        # A stranger at the address: an answer, and no reason to wait.
         (replace(SILENT, problem=STRANGER), "ready"),
         # Contact was lost in the middle: what the host did is unknown.
         (replace(SILENT, touched=True), "unreachable"),
@@ -212,7 +212,7 @@ def lose(site: Site, *node_ids: str) -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The answers to come, and none after them; each question takes one."""
+    """The answers to come; each question takes the next."""
     script: list[str] = []
     monkeypatch.setattr(ssh, "probe", lambda _access, _node: script.pop(0))
     monkeypatch.setattr(watch, "_WAIT_S", 60.0)
@@ -244,7 +244,7 @@ def test_silent_hosts_are_asked_until_they_answer(sold: Site, answers: list[str]
 def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
     sold: Site, answers: list[str]
 ) -> None:
-    """It answers each question and refuses each run, of which every one costs seconds."""
+    """It answers each question and refuses each run, and every run costs seconds."""
     now = [0.0]
     hosts = watch_of(sold, now)
 
@@ -259,7 +259,7 @@ def test_a_host_that_is_lost_again_and_again_is_asked_ever_later(
     waits = [until_answered() for _ in range(7)]
     assert waits == [FIRST_S, *(FIRST_S * 2**number for number in range(1, 5)), 120, 120]
     now[0] += FORGET_S
-    assert until_answered() == FIRST_S, "a host that was well since is one that restarts"
+    assert until_answered() == FIRST_S, "a host that was well since may be restarting"
 
 
 def test_a_host_that_hangs_keeps_no_other_from_being_seen_again(
@@ -290,7 +290,7 @@ def test_a_host_that_hangs_keeps_no_other_from_being_seen_again(
 def test_hosts_that_hang_again_and_again_wait_for_each_other_only(
     sold: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as there are places for all. One of them answers at times, to count as well again."""
+    """As many as there are places for all. A hanging host answers at times, to count as healthy."""
     hanging = [f"h{number}" for number in range(8)]
     for number, node_id in enumerate((*hanging, "n2"), 1):
         sold.node(node_id, (0,), number)

@@ -20,7 +20,7 @@ def now() -> list[float]:
 
 @pytest.fixture
 def ask(now: list[float]) -> Iterator[Ask]:
-    """Ask host n1, which takes some seconds; whether it had a place of the slow ones."""
+    """Ask host n1, which takes some seconds; whether it had a place of the slow hosts."""
     places = Places("probe", lambda: now[0])
 
     def ask(seconds: float, reason: str = "") -> bool:

@@ -90,7 +90,7 @@ def test_one_switch_and_the_one_that_is_broken_into() -> None:
     pairs[2] = replace(pairs[2], status="active")
     crossed = Snapshot.of([node("a", *pairs)])
     assert _placed(crossed, Want(2)).slot_ids == ("a0", "a1")
-    assert _placed(crossed, Want(1)).slot_ids == ("a3",), "the lone one, no pair is broken"
+    assert _placed(crossed, Want(1)).slot_ids == ("a3",), "the single slot, no pair is broken"
     assert _placed(crossed, Want(4)).slot_ids == ("a0", "a1", "a4", "a5")
 
 
@@ -235,7 +235,7 @@ def allowed(view: NodeView, group: tuple[SlotView, ...]) -> bool:
 
 
 def free_slots(view: NodeView) -> list[SlotView]:
-    """Those that can be sold: of the slots that share a card one, and none while it is in use."""
+    """Slots that can be sold: a single slot of a shared card, and none while the card is in use."""
     idle = ("available", "disabled")
     cards = {slot.fabric for slot in view.slots if slot.status not in idle}
     free = []
@@ -315,7 +315,7 @@ def test_the_best_where_much_fits() -> None:
 
 
 def is_the_best(nodes: list[NodeView], want: Want) -> None:
-    """Of every group of free slots that there is, one by one."""
+    """The placement is the best of every group of free slots."""
     placement, gpus = place(Snapshot.of(nodes), want), want.gpus
     options = [
         (rank(view, group), group)
@@ -348,7 +348,7 @@ def test_the_explanation_adds_up(shape: list[Any], gpus: int) -> None:
         assert row["largest"] <= row["free"]
     assert sum(row["free"] for row in explanation["nodes"]) == explanation["free"]
     fits = place(snapshot, want) is not None
-    # Sets leave holes: a larger group may be there where this one is not.
+    # Sets leave holes: a larger group may fit where this group does not.
     assert fits <= (explanation["largest"] >= gpus)
     for offer in explanation["nearest"]:
         assert not fits

@@ -14,7 +14,7 @@ from reconciler.model import states
 pytestmark = pytest.mark.covers("CTRL-5")
 
 HERE = Path(planning.__file__).parent
-# What computes and does nothing else. A store, a clock, a file, a process or chance is not in it.
+# Modules that only compute: no store, clock, file, process or chance.
 PURE = {"__future__", "collections", "collections.abc", "dataclasses", "itertools", "typing"}
 OURS = ("reconciler.model.scheduler.", "reconciler.model.states")
 # By which a module reaches out without an import, or depends on this process alone.

@@ -124,7 +124,7 @@ def test_answers_and_requests_have_the_fields_of_awx_and_no_others(awx: Controll
     begin(awx)
     page, listed = fields("GET /jobs/1/"), fields("GET /jobs/")
     assert page <= names["job"]
-    # What only a job's own page shows.
+    # Fields that only a job's own page shows.
     assert page - listed == page & set(SOURCE["not_in_lists_of_jobs"])
     assert {"result_traceback", "event_processing_finished"} <= page - listed
     assert fields("GET /jobs/1/job_events/") <= names["job_event"]

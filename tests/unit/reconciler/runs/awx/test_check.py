@@ -109,12 +109,12 @@ def test_a_majority_of_templates_proves_nothing(
     ours = "gpuaas.slice"
     named = expecting(site, project=ours, execution_environment=ours, credential=ours)
     wrong = {"project": 6, **summary(project="mallory")}
-    # All others point elsewhere: the right one is launched if we know which it is.
+    # All others point elsewhere: the right template is launched if its project is known.
     awx.begin(changed=dict.fromkeys(OTHERS, wrong))
     launch.launch(named, spec("run-2"))
     text = refused(site).found
     assert "gpuaas.slice (5) in gpuaas.slice.prepare_runtime" in text and "mallory (6)" in text
-    # This one points elsewhere: without knowledge, it is as good as the others.
+    # This template points elsewhere: without that knowledge, it is as good as the others.
     awx.begin(changed={NAME: wrong})
     assert "mallory (6) and not gpuaas.slice" in refused(named).found
     assert refused(site).code == "awx_template_wrong"
@@ -134,7 +134,7 @@ def test_other_content_behind_the_same_names_is_seen(
     for change in (
         {"scm_url": "https://git.example/mallory"},
         {"scm_branch": "mine"},
-        # Somebody's proposal under the name of the release.
+        # A pull request under the name of the release.
         {"scm_refspec": "+refs/pull/7/head:refs/heads/v1"},
     ):
         awx.begin(project=change)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.covers("CTRL-9")
 
 JOB, EVENTS, CANCEL = "GET /jobs/1/", "GET /jobs/1/job_events/", "POST /jobs/1/cancel/"
 ALL = [("started", "One"), ("ok", "One"), ("started", "Two"), ("ok", "Two")]
-# The last one is no sentence of AWX 24.6.1: a later AWX may use other words.
+# The last is no sentence of AWX 24.6.1: a later AWX may use other words.
 REAPED = [REAPED_AT_START, REAPED_FROM_QUEUE, REAPED_BY_PEER, "The node is gone."]
 LINES = "".join(f"line {number}\n" for number in range(1, 7))
 
@@ -76,7 +76,7 @@ def test_answers_of_a_host_that_fill_each_event_are_read(
     awx: Controller, prepared: RunPaths, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page that is too large is silence, and a run that AWX is silent about has no end for a day.
-    Sizes are a hundredth of the real ones.
+    Sizes are a hundredth of the real sizes.
     """
     monkeypatch.setattr(Client, "LARGEST", Client.LARGEST // 100)
     tasks = [f"Task {number}" for number in range(60)]
@@ -303,7 +303,7 @@ HOSTILE = "\x1b[1;31mred\x1b[0m\r\n\x1b]0;title\x07\x1b\x1b[0m[2Jclear\x9b2J\rba
 
 
 def test_output_is_plain_text(awx: Controller, prepared: RunPaths, play: Play) -> None:
-    """Colours, line ends of a terminal, and what a host may print to control a terminal."""
+    """Colours, line ends of a terminal, and control sequences that a host may print."""
     awx.begin(
         artifacts={"slice_result": RESULT}, events=[{**events()[0], "stdout": HOSTILE}, events()[1]]
     )
@@ -322,7 +322,7 @@ def test_canceling_is_repeated_until_the_job_has_ended(
     assert (verdict["status"], verdict["result"]) == ("canceled", None)
 
 
-# The last one is the end of the job after ours.
+# The last is the end of the job after ours.
 STRANGE = [
     None,
     {"status": "ok"},

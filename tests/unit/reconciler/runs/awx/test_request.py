@@ -90,7 +90,7 @@ def test_the_inventory_of_awx_names_no_program_and_no_machine(tmp_path: Path) ->
     options = f"-o ProxyCommand={trap} -o PermitLocalCommand=yes -o LocalCommand={trap}"
     hostile |= {name: options for name in hostile if name.endswith("_args")}
     hostile |= {"ansible_connection": "local", "ansible_ssh_port": 9, "ansible_ssh_retries": 9}
-    # Ansible expands a variable wherever it reads one.
+    # Ansible expands a variable wherever it reads a variable.
     template = f"{{{{ lookup('ansible.builtin.pipe', '{trap}') }}}}"
 
     def certified(key: str) -> str:

@@ -112,7 +112,7 @@ def test_a_launch_that_never_arrived_is_repeated_after_a_while(
 def test_a_launch_that_is_repeated_is_waited_for_as_long_as_the_first(
     awx: Controller, play: Play
 ) -> None:
-    """The first one never arrived, and the second one is carried out late."""
+    """The first launch never arrived, and the second is carried out late."""
     awx.change(drop={LAUNCH: 1}, cut={LAUNCH: 1}, later_s=0.3)
     ended(play(quiet=2.0))
     time.sleep(0.35)
