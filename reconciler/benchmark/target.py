@@ -1,8 +1,7 @@
 """Target of a capture: this machine, a trusted machine over SSH, or a slice VM through its host.
 
-A guest creates its SSH host key at its first boot, and cloud-init writes the key to the serial
-console, which QEMU keeps in a file of the host. The host has a certificate, so the key in that file
-can be trusted without trust on first use.
+A guest creates its SSH host keys at its first boot. Its launch reads them on the host and the
+reconciler records them, so that nothing is trusted on first use. The host has a certificate.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +30,8 @@ _JUMP = re.compile(
 # The program comes over standard input. -I ignores modules of the target, -B writes no caches.
 _PYTHON = ("-I", "-B", "-")
 
-# Path of the console log in the domain's definition (plugins/module_utils/slice/_object_names.py).
-_CONSOLE = "/var/log/libvirt/qemu/{}-console.log"
-# The first boot is at the beginning. The tenant can write the rest, without a limit.
-_CONSOLE_BYTES = 1 << 20
-_CONSOLE_LIMIT_S = 120
-
-_KEYS = re.compile(r"-----BEGIN SSH HOST KEY KEYS-----(.*?)-----END SSH HOST KEY KEYS-----", re.S)
-_KEY = re.compile(r"((?:ssh|ecdsa)-[a-z0-9-]{3,30} [A-Za-z0-9+/]{40,2000}={0,2})(?: .*)?")
+# Without a comment, as the reconciler records it.
+_KEY = re.compile(r"(?:ssh|ecdsa)-[a-z0-9-]{3,30} [A-Za-z0-9+/]{40,2000}={0,2}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +40,8 @@ class Target:
 
     host: empty for this machine. access: the reconciler's identity; without it ssh uses the
     caller's configuration (config: another file), keys and known_hosts. alias: name by which the
-    host key is known. It is the id of a node, or the domain of a guest, because other tenants had
-    the guest's address before. via: machine to connect through; it only forwards encrypted traffic.
+    host key is known: the id of a node or of an allocation, because other tenants had the guest's
+    address before. via: machine to connect through; it only forwards encrypted traffic.
     """
 
     host: str = ""
@@ -101,8 +93,8 @@ def guest_target(
 ) -> Target:
     """The slice VM of an allocation. caller: the caller's user, key, configuration and known_hosts.
 
-    Without known_hosts the guest's key is read on its host and written to the folder. Problem
-    `no_slice_vm`, `console_unreadable`, `guest_key_unknown`.
+    Without known_hosts the guest is known by the keys that its launch recorded, which are written
+    to the folder. Problem `no_slice_vm`, `guest_key_unknown`.
     """
     via = Target(
         host=node["address"],
@@ -116,55 +108,20 @@ def guest_target(
     routed = dataclasses.replace(caller, host=address, user=user, via=via)
     if caller.known_hosts:
         return routed
-    # The domain's name is unique to the allocation. The address had other tenants before.
-    domain = f"gpuaas-slice-{allocation['id'].replace('-', '')}"
-    console = _CONSOLE.format(domain)
-    keys = first_boot_keys(_read_console(via, console))
+    id = allocation["id"]
+    recorded = allocation["connection"].get("host_keys", ())
+    keys = [key for key in recorded if _KEY.fullmatch(key)]
     if not keys:
         raise Problem(
             "guest_key_unknown",
-            expected=f"SSH host keys of the guest on its console, {console}",
+            expected=f"the SSH host keys that the launch of {id} recorded",
             found="no key",
-            remedy="enable keys-to-console in the image's cloud-init, or pass the guest's key with"
-            " --known-hosts",
+            remedy="launch it again, because older allocations have none, or pass the guest's key"
+            " with --known-hosts",
         )
     file = folder / "known_hosts"
-    file.write_text("".join(f"{domain} {key}\n" for key in keys))
-    return dataclasses.replace(routed, alias=domain, known_hosts=file)
-
-
-def first_boot_keys(console: str) -> list[str]:
-    """Host keys of the first boot. Later output is ignored, because the tenant can write it."""
-    block = _KEYS.search(console)
-    lines = [line.strip() for line in block[1].splitlines()] if block else []
-    return [match[1] for line in lines if (match := _KEY.fullmatch(line))]
-
-
-def _read_console(via: Target, console: str) -> str:
-    front = [] if via.user == "root" else ["sudo", "-n"]
-    read = [*front, "head", "-c", str(_CONSOLE_BYTES), "--", console]
-    try:
-        return subprocess.run(
-            _remote(via, read),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_CONSOLE_LIMIT_S,
-            check=True,
-        ).stdout
-    except subprocess.TimeoutExpired:
-        problem = f"no answer in {_CONSOLE_LIMIT_S} s"
-    except subprocess.CalledProcessError as failed:
-        problem = f"exit {failed.returncode}: {failed.stderr.strip()[-1000:]}"
-    raise Problem(
-        "console_unreadable",
-        502,
-        expected=f"to read the guest's console on its host {via.alias}",
-        found=problem,
-        remedy="check the host with `gpuaas nodes show`, or pass the guest's key with"
-        " --known-hosts",
-    )
+    file.write_text("".join(f"{id} {key}\n" for key in keys))
+    return dataclasses.replace(routed, alias=id, known_hosts=file)
 
 
 def _remote(target: Target, program: Sequence[str]) -> list[str]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reconciler.benchmark import target
 from reconciler.benchmark.capture import capture
 from reconciler.benchmark.harness.probe import Request
 from reconciler.benchmark.target import (
     Target,
     command,
-    first_boot_keys,
     guest_place,
     guest_target,
     jump,
@@ -34,14 +31,6 @@ TINY = Request(
     label="vm", kind="vm", cpu_steps=5_000, memory_bytes=1 << 16, repetitions=2, seconds=1
 )
 ID = "23bd713b-6073-4ef7-8a51-2897e902365d"
-DOMAIN = "gpuaas-slice-23bd713b60734ef78a512897e902365d"
-NOISE = "[    0.000000] Linux version 6.1\r\n\x1b[2J[  OK  ] Reached target\r\n"
-
-
-def console(*keys: str) -> str:
-    """Serial output of cloud-init's keys-to-console."""
-    lines = ["-----BEGIN SSH HOST KEY KEYS-----", *keys, "-----END SSH HOST KEY KEYS-----", ""]
-    return "\r\n".join(lines)
 
 
 def measured(target: Target) -> dict[str, Any]:
@@ -72,18 +61,13 @@ class Site:
             self.allocation, self.node, caller, access=self.access, folder=self.folder
         )
 
-    def write_console(self, text: str) -> None:
-        """Write the console log that the host keeps of the guest."""
-        (self.folder / f"{DOMAIN}-console.log").write_text(text, newline="")
+    def record(self, *keys: str) -> None:
+        """Record the keys that the launch read."""
+        self.allocation["connection"] = {"host_keys": list(keys)}
 
 
 @pytest.fixture
-def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    # Only root can read the console. This stand-in for sudo lets any user run the test.
-    sudo = tmp_path / "bin" / "sudo"
-    sudo.parent.mkdir()
-    sudo.write_text('#!/bin/sh\nshift\nexec "$@"\n')
-    sudo.chmod(0o755)
+def site(boot: Boot, tmp_path: Path) -> Site:
     trust = ca.open_trust(tmp_path / "state")
     identity = ca.operator_identity(trust)
     (tmp_path / "user_ca.pub").write_text(ca.user_ca(trust) + "\n")
@@ -92,14 +76,10 @@ def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         "host",
         login="",
         settings=f"TrustedUserCAKeys {tmp_path}/user_ca.pub\n"
-        f"AuthorizedPrincipalsFile {tmp_path}/principals\n"
-        f"SetEnv HOME={tmp_path} PATH={sudo.parent}:/usr/bin:/bin",
+        f"AuthorizedPrincipalsFile {tmp_path}/principals\n",
         certify=lambda key: ca.certify_host(trust, key, "node-1"),
     )
     vm = boot("guest", login=new_key(tmp_path / "tenant_key"))
-    folder = tmp_path / "consoles"
-    folder.mkdir()
-    monkeypatch.setattr(target, "_CONSOLE", f"{folder}/{{}}-console.log")
     return Site(
         host=host,
         guest=vm,
@@ -109,6 +89,7 @@ def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
             "capacity_shape": "gpu_slice",
             "state": "active",
             "username": USER,
+            "connection": {},
             "claims": [
                 {"position": 1, "node_id": "node-1", "private_ip": "192.0.2.9"},
                 {"position": 0, "node_id": "node-1", "private_ip": "127.0.0.1"},
@@ -116,55 +97,48 @@ def site(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         },
         node={"id": "node-1", "address": "127.0.0.1", "port": host.port, "ssh_user": USER},
         caller=Target(port=vm.port, key=tmp_path / "tenant_key"),
-        folder=folder,
+        folder=tmp_path,
     )
 
 
-def test_a_guest_is_measured_through_its_host_by_the_key_on_its_console(site: Site) -> None:
-    site.write_console(NOISE + console(f"{site.guest.key} root@slice"))
+def test_a_guest_is_measured_through_its_host_by_its_recorded_keys(site: Site) -> None:
+    site.record(site.guest.key)
     result = measured(site.target())
     probes = {probe["probe"]: probe["status"] for probe in result["probes"]}
     assert (probes["cpu"], probes["memory"]) == ("ok", "ok")
     # The guest answered, through the host.
     assert "Accepted publickey" in site.guest.log
     assert "Accepted publickey" in site.host.log and "gpuaas-operator" in site.host.log
-    assert (site.folder / "known_hosts").read_text() == f"{DOMAIN} {site.guest.key}\n"
+    assert (site.folder / "known_hosts").read_text() == f"{ID} {site.guest.key}\n"
 
 
 def test_a_guest_with_another_key_is_not_measured(site: Site, tmp_path: Path) -> None:
     """An earlier or later tenant of the address answers."""
-    site.write_console(console(new_key(tmp_path / "another")))
+    site.record(new_key(tmp_path / "another"))
     problem = refused(site.target())
     assert problem.code == "target_unreachable"
     assert "Host key verification failed" in problem.found or "changed" in problem.found
     assert "Accepted" not in site.guest.log
 
 
-@pytest.mark.parametrize("text", ["", NOISE, "-----BEGIN SSH HOST KEY KEYS-----\r\nssh-ed25519 "])
-def test_without_a_key_on_the_console_no_guest_is_trusted(site: Site, text: str) -> None:
-    site.write_console(text)
-    with pytest.raises(Problem) as caught:
-        site.target()
-    assert caught.value.code == "guest_key_unknown"
-    assert "keys-to-console" in caught.value.remedy
+def test_a_guest_without_a_recorded_key_is_not_trusted(site: Site) -> None:
+    key = site.guest.key
+    for keys in ((), ("ssh-ed25519 ",), (f"{key}\n* {key}",), (f"@cert-authority * {key}",)):
+        site.record(*keys)
+        with pytest.raises(Problem) as caught:
+            site.target()
+        assert caught.value.code == "guest_key_unknown"
     assert site.guest.log.count("Connection") == 0, "no connection was tried"
 
 
 def test_a_host_without_the_nodes_certificate_is_not_trusted(site: Site) -> None:
-    site.write_console(console(site.guest.key))
+    site.record(site.guest.key)
     site.node["id"] = "node-2"
-    with pytest.raises(Problem) as caught:
-        site.target()
-    assert caught.value.code == "console_unreadable"
-    assert "Host key verification failed" in caught.value.found
+    assert refused(site.target()).code == "target_unreachable"
+    assert "Accepted" not in site.host.log
 
 
-def test_a_console_that_is_not_there(site: Site) -> None:
-    with pytest.raises(Problem, match="console_unreadable"):
-        site.target()
-
-
-def test_a_known_guest_needs_no_console(site: Site, tmp_path: Path) -> None:
+def test_a_known_guest_needs_no_recorded_key(site: Site, tmp_path: Path) -> None:
     file = tmp_path / "known"
     file.write_text(site.guest.known_hosts_line())
     assert measured(site.target(known_hosts=file))["label"] == TINY.label
@@ -180,40 +154,6 @@ def test_only_a_running_slice_has_a_guest(change: dict[str, str]) -> None:
     allocation = {"capacity_shape": "gpu_slice", "state": "active", "claims": []} | change
     with pytest.raises(Problem, match="no_slice_vm"):
         guest_place(allocation)
-
-
-def test_only_keys_of_the_first_boot_count() -> None:
-    """The tenant is root later and can write anything to the console."""
-    ours, theirs = "ssh-ed25519 " + "A" * 68, "ssh-ed25519 " + "B" * 68
-    assert first_boot_keys(NOISE + console(ours) + console(theirs)) == [ours]
-    torn = console(ours, f"[  OK  ] {theirs}", "ssh-ed25519 AAAA", "@cert-authority * " + theirs)
-    assert first_boot_keys(torn) == [ours]
-    assert first_boot_keys(console(f"{ours} root@slice\r\n* {theirs}")) == [ours]
-
-
-@pytest.mark.parametrize(
-    ("user", "front"), [("root", "head -c 1048576 -- "), ("ubuntu", "sudo -n head -c 1048576 -- ")]
-)
-def test_the_console_is_read_as_root(
-    tool: Callable[[str, str], Path], tmp_path: Path, user: str, front: str
-) -> None:
-    """Over a stand-in for ssh. The file's name depends only on the allocation's id."""
-    (tmp_path / "console").write_text(console("ssh-ed25519 " + "A" * 68))
-    arguments = tool("ssh", f'cat "{tmp_path}/console"')
-    access = SshAccess(tmp_path / "key", tmp_path / "cert", tmp_path / "hosts")
-    node = {"id": "node-1", "address": "192.0.2.7", "port": 2222, "ssh_user": user}
-    allocation = {
-        "id": ID,
-        "capacity_shape": "gpu_slice",
-        "state": "active",
-        "username": "ada",
-        "claims": [{"position": 0, "node_id": "node-1", "private_ip": "10.100.0.10"}],
-    }
-    routed = guest_target(allocation, node, Target(), access=access, folder=tmp_path)
-    assert (routed.host, routed.user, routed.alias) == ("10.100.0.10", "ada", DOMAIN)
-    words = arguments.read_text().splitlines()
-    assert words[-1] == f"{front}/var/log/libvirt/qemu/{DOMAIN}-console.log"
-    assert {"HostKeyAlias=node-1", "2222", user, "192.0.2.7"} <= set(words)
 
 
 # By hand: no reconciler; the operator has both host keys.
