@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from reconciler.model.states import TaskKind
 from reconciler.records import leasing, nodes, queue, slots
 from reconciler.runs import contract
 from reconciler.settings import Settings
-from reconciler.work import loops
+from reconciler.work import loops, worker
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.holdings import nothing, put, tenant
 from tests.unit.reconciler.work.conftest import Attend, Runs, attending
@@ -222,6 +223,25 @@ def test_no_run_begins_for_a_rule_that_has_expired(
     assert attend().state == "canceled"
     assert runs.launched == []
     assert (state(sold, rule_id), port_is_taken(sold, allocation)) == ("failed", False)
+
+
+def test_no_run_begins_for_a_rule_that_was_removed_after_its_task_was_leased(
+    sold: Site, allocation: str, runs: Runs, settings: Settings, attend: Attend
+) -> None:
+    """It would forward again, and its port may be another's by then."""
+    rule_id = request(sold, allocation)
+    with transaction(sold.engine) as conn:
+        (task,) = leasing.lease(conn, "worker", kinds=[KIND])
+    remove(sold, rule_id)
+    assert (state(sold, rule_id), port_is_taken(sold, allocation)) == ("removing", True)
+    runs.ends(evidence={"ingress": {"rules": [rule_id]}})
+    worker.attend(sold.engine, settings, task, threading.Event())
+    assert runs.launched == []
+    runs.ends(evidence={"ingress": {"rules": []}})
+    attend()
+    (spec,) = runs.launched
+    assert spec.variables["slice_ingress"]["state"] == "absent"
+    assert state(sold, rule_id) == "removed"
 
 
 @pytest.mark.covers("I17")
