@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,6 +112,24 @@ def test_a_run_begins_with_a_lease_only(
     with transaction(sold.engine) as conn:
         (task,) = queue.every(conn)
         assert (task.state, task.lease_owner) == ("running", "another worker")
+
+
+@pytest.mark.covers("CTRL-8")
+def test_no_run_begins_for_a_task_that_is_canceled_meanwhile(
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrange(*_: object) -> None:
+        with transaction(sold.engine) as conn:
+            (task,) = queue.every(conn)
+            queue.cancel(conn, task.id, ADMIN)
+
+    launched(sold)
+    kind = TaskKind.SLICE_VM_PROVISION
+    monkeypatch.setitem(HANDLERS, kind, replace(HANDLERS[kind], arrange=arrange))
+    runs.ends("canceled")
+    assert attend().state == "canceled"
+    assert runs.launched == []
+    assert statuses(sold) == ["available", "available"]
 
 
 @pytest.mark.covers("CTRL-8")
@@ -234,6 +253,24 @@ def test_a_run_that_could_not_start_gives_the_slot_back(
     monkeypatch.setattr(worker, "launch", refuse)
     assert attend().error["code"] == "variables_invalid"
     assert statuses(sold) == ["available", "available"]
+
+
+@pytest.mark.covers("I13")
+def test_a_run_that_began_although_its_launch_failed_is_attended(
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is not free: the run builds a machine there."""
+    allocation_id = launched(sold)
+
+    def begin_and_fail(site: object, spec: RunSpec) -> Path:
+        runs.launch(site, spec)
+        raise subprocess.TimeoutExpired("python", 60)
+
+    monkeypatch.setattr(worker, "launch", begin_and_fail)
+    runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
+    assert attend().state == "succeeded"
+    with transaction(sold.engine) as conn:
+        assert allocations.get(conn, allocation_id).state == "active"
 
 
 @pytest.mark.covers("CTRL-9")
