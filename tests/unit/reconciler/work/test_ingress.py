@@ -179,11 +179,13 @@ def test_an_effect_that_is_unknown_keeps_the_port_until_it_is_removed(
 
 
 def test_a_rule_whose_task_never_began_ends_at_once(
-    sold: Site, allocation: str, runs: Runs, attend: Attend
+    sold: Site, allocation: str, runs: Runs, attend: Attend, settings: Settings
 ) -> None:
     rule_id = request(sold, allocation)
     runs.outcome = SILENT
     assert attend().state == "waiting"
+    loops.tend_ingress(sold.engine, settings)
+    assert state(sold, rule_id) == "requested", "its task may still do it"
     remove(sold, rule_id)
     assert (state(sold, rule_id), port_is_taken(sold, allocation)) == ("removed", False)
     with transaction(sold.engine) as conn:
