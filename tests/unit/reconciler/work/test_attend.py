@@ -20,7 +20,7 @@ from reconciler.lifecycle import gate, host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind
-from reconciler.records import allocations, claims, leasing, nodes, queue, tokens
+from reconciler.records import allocations, claims, leasing, nodes, queue, reports, tokens
 from reconciler.runs import contract
 from reconciler.runs.events import Recorder
 from reconciler.runs.paths import RunPaths, run_directory
@@ -356,6 +356,22 @@ def test_a_wipe_that_was_fenced_off_frees_nothing(
     runs.ends(evidence={"proofs": proofs, "absence": {"absent": True, "checks": {}}})
     attend()
     assert statuses(sold) == ["available", "cleanup"]
+
+
+@pytest.mark.covers("CTRL-7", "I13")
+def test_an_absence_report_is_as_old_as_its_run(
+    sold: Site, runs: Runs, attend: Callable[[], Task]
+) -> None:
+    """A slot that is blocked during the run is not freed by what was seen before."""
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        recovery.verify_absence(conn, key, ADMIN)
+    runs.ends(evidence={"absence": {"absent": True, "checks": {}}})
+    task = attend()
+    with transaction(sold.engine) as conn:
+        report = reports.latest_absence(conn, key)
+    assert report is not None
+    assert (report.task_id, report.observed_at) == (task.id, task.started_at)
 
 
 @pytest.mark.covers("CTRL-7")
