@@ -178,6 +178,7 @@ def test_another_projects_allocation_is_not_found(site: Stack, slice_id: str) ->
     wrong = f"{path(second)}/{rule}"
     document = refused(site, lambda: site.client("member").delete(wrong))
     assert document["code"] == "ingress_rule_not_found", "of the same project"
+    assert site.client("member").get(path(second)).json()["items"] == [], "each has its own"
     waiting = refused(site, lambda: add(site, second, key="w", public_port=9))
     assert waiting["code"] == "allocation_not_active"
 

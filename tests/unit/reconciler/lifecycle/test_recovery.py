@@ -213,6 +213,9 @@ def test_release_whose_wipe_failed_can_be_forced(sold: Site) -> None:
         slices.release_failed(conn, allocation_id, sold.act, step="nvme_wipe", error={})
         assert force(conn, sold, allocation_id)["slots"][0]["status"] == "cleanup"
         assert allocations.get(conn, allocation_id).state == "failed"
+        (wipe,) = leasing.lease(conn, "worker")
+        assert force(conn, sold, allocation_id)["slots"][0]["task_id"] is None
+        assert queue.every(conn, kind=TaskKind.SLICE_WIPE) == [wipe], "it is wiped once"
 
 
 @pytest.mark.covers("CTRL-7")

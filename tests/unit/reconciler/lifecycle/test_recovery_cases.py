@@ -550,6 +550,17 @@ def test_a_word_that_keeps_the_slots_is_kept(story: Story) -> None:
     assert story.play().state == "cleaning"
 
 
+def test_a_word_that_came_while_the_policy_opened_its_case_is_kept(story: Story) -> None:
+    """The policy read the records before it, and got the lock of the allocation after it."""
+    story.policy(enabled=True)
+    story.keep()
+    story.open(Act(recovery_policy.ACTOR, "recovery policy: slots are blocked"))
+    for _ in range(2):
+        assert story.play().state == "opened"
+    assert story.waits_for()["code"] == "kept_for_inspection"
+    assert (story.tasks(LOOK), story.statuses()[0]) == (0, "cleanup_blocked")
+
+
 def test_the_keepers_own_word_lets_it_go_on(story: Story) -> None:
     story.open()
     story.play()
@@ -572,6 +583,7 @@ def test_a_person_takes_over_from_the_policy(story: Story) -> None:
     assert story.open(ADMIN.because("")) == case.id, "without a reason it is only read"
     assert story.case() == case
     assert story.open(BOB) == case.id
+    assert story.case().deadline_at == case.deadline_at, "it gets no more time"
     story.answer(absent=False)
     assert story.play().state == "cleaning", "leftovers may be removed now"
     (forced,) = story.audited(recovery.FORCE_CLEANUP)

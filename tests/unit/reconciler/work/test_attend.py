@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from reconciler.lifecycle import gate, host, recovery, slices
 from reconciler.lifecycle import launch as launching
 from reconciler.model.errors import Problem
 from reconciler.model.states import Role, TaskKind
-from reconciler.records import allocations, claims, leasing, nodes, queue, tokens
+from reconciler.records import allocations, claims, leasing, nodes, queue, reports, tokens
 from reconciler.runs import contract
 from reconciler.runs.events import Recorder
 from reconciler.runs.paths import RunPaths, run_directory
@@ -111,6 +112,24 @@ def test_a_run_begins_with_a_lease_only(
     with transaction(sold.engine) as conn:
         (task,) = queue.every(conn)
         assert (task.state, task.lease_owner) == ("running", "another worker")
+
+
+@pytest.mark.covers("CTRL-8")
+def test_no_run_begins_for_a_task_that_is_canceled_meanwhile(
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrange(*_: object) -> None:
+        with transaction(sold.engine) as conn:
+            (task,) = queue.every(conn)
+            queue.cancel(conn, task.id, ADMIN)
+
+    launched(sold)
+    kind = TaskKind.SLICE_VM_PROVISION
+    monkeypatch.setitem(HANDLERS, kind, replace(HANDLERS[kind], arrange=arrange))
+    runs.ends("canceled")
+    assert attend().state == "canceled"
+    assert runs.launched == []
+    assert statuses(sold) == ["available", "available"]
 
 
 @pytest.mark.covers("CTRL-8")
@@ -236,6 +255,24 @@ def test_a_run_that_could_not_start_gives_the_slot_back(
     assert statuses(sold) == ["available", "available"]
 
 
+@pytest.mark.covers("I13")
+def test_a_run_that_began_although_its_launch_failed_is_attended(
+    sold: Site, runs: Runs, attend: Callable[[], Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is not free: the run builds a machine there."""
+    allocation_id = launched(sold)
+
+    def begin_and_fail(site: object, spec: RunSpec) -> Path:
+        runs.launch(site, spec)
+        raise subprocess.TimeoutExpired("python", 60)
+
+    monkeypatch.setattr(worker, "launch", begin_and_fail)
+    runs.ends(evidence={"readiness": READINESS, "plan": {}, "image": {}})
+    assert attend().state == "succeeded"
+    with transaction(sold.engine) as conn:
+        assert allocations.get(conn, allocation_id).state == "active"
+
+
 @pytest.mark.covers("CTRL-9")
 def test_a_restarted_worker_attaches_and_does_not_launch_again(
     sold: Site, runs: Runs, attend: Callable[[], Task]
@@ -319,6 +356,22 @@ def test_a_wipe_that_was_fenced_off_frees_nothing(
     runs.ends(evidence={"proofs": proofs, "absence": {"absent": True, "checks": {}}})
     attend()
     assert statuses(sold) == ["available", "cleanup"]
+
+
+@pytest.mark.covers("CTRL-7", "I13")
+def test_an_absence_report_is_as_old_as_its_run(
+    sold: Site, runs: Runs, attend: Callable[[], Task]
+) -> None:
+    """A slot that is blocked during the run is not freed by what was seen before."""
+    with transaction(sold.engine) as conn:
+        key = sold.failed(conn)
+        recovery.verify_absence(conn, key, ADMIN)
+    runs.ends(evidence={"absence": {"absent": True, "checks": {}}})
+    task = attend()
+    with transaction(sold.engine) as conn:
+        report = reports.latest_absence(conn, key)
+    assert report is not None
+    assert (report.task_id, report.observed_at) == (task.id, task.started_at)
 
 
 @pytest.mark.covers("CTRL-7")

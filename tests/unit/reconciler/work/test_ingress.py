@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from reconciler.model.states import TaskKind
 from reconciler.records import leasing, nodes, queue, slots
 from reconciler.runs import contract
 from reconciler.settings import Settings
-from reconciler.work import loops
+from reconciler.work import loops, worker
 from tests.unit.reconciler.conftest import ADMIN, Site
 from tests.unit.reconciler.holdings import nothing, put, tenant
 from tests.unit.reconciler.work.conftest import Attend, Runs, attending
@@ -178,11 +179,13 @@ def test_an_effect_that_is_unknown_keeps_the_port_until_it_is_removed(
 
 
 def test_a_rule_whose_task_never_began_ends_at_once(
-    sold: Site, allocation: str, runs: Runs, attend: Attend
+    sold: Site, allocation: str, runs: Runs, attend: Attend, settings: Settings
 ) -> None:
     rule_id = request(sold, allocation)
     runs.outcome = SILENT
     assert attend().state == "waiting"
+    loops.tend_ingress(sold.engine, settings)
+    assert state(sold, rule_id) == "requested", "its task may still do it"
     remove(sold, rule_id)
     assert (state(sold, rule_id), port_is_taken(sold, allocation)) == ("removed", False)
     with transaction(sold.engine) as conn:
@@ -222,6 +225,25 @@ def test_no_run_begins_for_a_rule_that_has_expired(
     assert attend().state == "canceled"
     assert runs.launched == []
     assert (state(sold, rule_id), port_is_taken(sold, allocation)) == ("failed", False)
+
+
+def test_no_run_begins_for_a_rule_that_was_removed_after_its_task_was_leased(
+    sold: Site, allocation: str, runs: Runs, settings: Settings, attend: Attend
+) -> None:
+    """It would forward again, and its port may be another's by then."""
+    rule_id = request(sold, allocation)
+    with transaction(sold.engine) as conn:
+        (task,) = leasing.lease(conn, "worker", kinds=[KIND])
+    remove(sold, rule_id)
+    assert (state(sold, rule_id), port_is_taken(sold, allocation)) == ("removing", True)
+    runs.ends(evidence={"ingress": {"rules": [rule_id]}})
+    worker.attend(sold.engine, settings, task, threading.Event())
+    assert runs.launched == []
+    runs.ends(evidence={"ingress": {"rules": []}})
+    attend()
+    (spec,) = runs.launched
+    assert spec.variables["slice_ingress"]["state"] == "absent"
+    assert state(sold, rule_id) == "removed"
 
 
 @pytest.mark.covers("I17")

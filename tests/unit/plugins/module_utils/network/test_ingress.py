@@ -63,3 +63,4 @@ def test_a_removed_rule_is_remembered_until_no_run_can_add_it(tree: Path) -> Non
     assert (kept.rules, kept.removed[rule.id]) == ({}, rule.expires_at)
     assert kept.removed.keys() == {rule.id, long.id}
     assert 0 <= kept.removed[long.id] - now - _ingress.MEMORY_S < 60
+    assert kept.with_rule(past).removed == kept.removed, "nor by another rule"
