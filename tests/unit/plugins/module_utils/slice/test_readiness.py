@@ -553,7 +553,7 @@ guest._TIMEOUT_S = float(sys.argv[3])
 port = os.open("/dev/null", os.O_RDONLY)
 
 def hang(_settings):
-    os.write(1, b"%d\n" % os.getpid())
+    os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
 
 def crash(_settings):
@@ -571,7 +571,7 @@ def late(_settings):
 
 guest.PROBES = {name: globals()[name] for name in sys.argv[2].split(",")}
 for name, result in guest._apart(dict.fromkeys(guest.PROBES, {})):
-    os.write(1, json.dumps([name, result]).encode() + b"\n")
+    os.write(1, json.dumps([name, result]).encode() + b"\\n")
 """
 
 
