@@ -1230,6 +1230,34 @@ def test_a_connection_that_both_sides_have_ended_is_closed(world: World, first: 
     server.close()
 
 
+@pytest.mark.parametrize("limits", [replace(QUICK, unread=100_000, machine_s=300)])
+def test_a_host_that_reads_no_answers_is_given_up(world: World, mute: Mute) -> None:
+    """Its requests keep the connection from being found dead, and each answer waits in memory."""
+    mute.host()
+
+    async def ask() -> None:
+        async with asyncssh.connect(**world.login) as client:
+            asking = asyncio.create_task(client.open_connection("slice", 22))
+            while not mute.requested.is_set():
+                await asyncio.sleep(0.02)
+            (session,), (host,) = world.gateway.clients, mute.connections
+            assert isinstance(session, Client) and session._machine is not None
+            far: Any = session._machine._host._transport  # type: ignore[union-attr]
+            far.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+            host._transport.pause_reading()  # type: ignore[union-attr]
+            async with asyncio.timeout(60):
+                while not asking.done():
+                    for _ in range(200):
+                        host.send_packet(MSG_GLOBAL_REQUEST, String(b"nothing"), Boolean(True))
+                    await asyncio.sleep(0.01)
+            with pytest.raises(asyncssh.ChannelOpenError, match="machine_refused"):
+                await asking
+            assert not session.ended.is_set()
+            client.abort()
+
+    world.on_loop(ask())
+
+
 def _quicken(monkeypatch: pytest.MonkeyPatch, *, clients: bool) -> None:
     """Ask clients, or else hosts, thirty times as often whether they are still there."""
     usual = asyncssh.connection.SSHConnection._set_keepalive_timer
