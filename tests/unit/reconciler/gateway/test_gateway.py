@@ -154,15 +154,19 @@ def test_the_command_on_a_machines_page_works_with_the_lines_beside_it(world: Wo
 def test_strangers_ask_for_no_key_exchange_that_takes_long(world: World) -> None:
     """Each of them would hold up the sessions of all tenants."""
 
-    async def meet(exchange: str) -> None:
+    async def meet(exchange: str, compression: str = "none") -> None:
         await asyncssh.connect(
             NAME, world.port, username=world.allocation, kex_algs=[exchange], known_hosts=None,
-            client_keys=None, agent_path=None, config=None,
+            client_keys=None, agent_path=None, config=None, compression_algs=[compression],
         )  # fmt: skip
 
     for exchange in ("rsa2048-sha256", "diffie-hellman-group18-sha512"):
         with pytest.raises(asyncssh.KeyExchangeFailed):
             world.on_loop(meet(exchange))
+    # A packet of zeros is a thousand times as large when it is read.
+    for compression in ("zlib", "zlib@openssh.com"):
+        with pytest.raises(asyncssh.KeyExchangeFailed):
+            world.on_loop(meet("curve25519-sha256", compression))
     for exchange in ("curve25519-sha256", "ecdh-sha2-nistp256", "mlkem768x25519-sha256"):
         with pytest.raises(asyncssh.PermissionDenied):
             world.on_loop(meet(exchange))
