@@ -252,6 +252,16 @@ class Machine:
         line = await asyncio.to_thread(certify, self._trust, public, self._grant.allocation_id)
         return key, asyncssh.import_certificate(line)
 
+    def drop_deaf_host(self, limit: int) -> None:
+        """Give up the host's connection when it leaves more bytes unread than the limit.
+
+        Ends wait for their reader. Answers to requests do not: the library sends each of them, and
+        a host that requests without end and reads nothing is never found dead.
+        """
+        sender = self._host and self._host._transport
+        if self._host and sender and sender.get_write_buffer_size() > limit:
+            self._host.abort()
+
     def close(self) -> None:
         self._closed = True
         for guest in self._guests:

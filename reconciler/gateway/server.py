@@ -150,7 +150,6 @@ class Client(Session, asyncssh.SSHServer):
         self._key = ""
         self._keys = 0
         self._connection: asyncssh.SSHServerConnection | None = None
-        self._machine: Machine | None = None
         self._ends: list[tuple[End, End]] = []
         self._terminals: list[Shell] = []
         self._opening = 0

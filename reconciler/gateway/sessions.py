@@ -28,6 +28,7 @@ from reconciler.records import ssh_sessions
 from reconciler.trust.ca import Trust
 
 if TYPE_CHECKING:
+    from reconciler.gateway.machine import Machine
     from reconciler.gateway.terminal import Recording
 
 log = logging.getLogger("gpuaas.gateway")
@@ -49,7 +50,8 @@ class Limits:
     database. refusals: audit rows in `report_s`, of strangers and of members each; refusals_of_one:
     of one member or network. begun, begun_per_s: sessions that one member begins, at once and over
     time, because each leaves rows. terminals: of one member; typed_s: life of a terminal without
-    input; terminal_s: life of a terminal. unread: bytes that a client of SSH leaves unread.
+    input; terminal_s: life of a terminal. unread: bytes that a client of SSH, or a host, leaves
+    unread.
 
     of_allocation and terminals count the sessions of all gateways, and terminals also the shells of
     each; terminals in browsers count apart.
@@ -205,6 +207,8 @@ class Sessions:
             try:
                 if reason := reason or client.idle(now):
                     client.cut(reason)
+                elif client._machine is not None:
+                    client._machine.drop_deaf_host(self.limits.unread)
             except Exception as failure:
                 log.error("cannot end session %s: %s", client.session, failure)
 
@@ -308,6 +312,7 @@ class Session(ABC):
         self.grant: Grant | None = None
         self.session = ""
         self.recording: Recording | None = None
+        self._machine: Machine | None = None
         self.came = time.monotonic()
         self.since = self.judged_at = 0.0
         self.address = self.person = ""

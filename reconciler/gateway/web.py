@@ -242,7 +242,8 @@ class Browser(Session):
         from reconciler.gateway.machine import Machine  # noqa: PLC0415
         from reconciler.gateway.terminal import Wish, open_terminal  # noqa: PLC0415
 
-        machine = Machine(self.gateway.trust, grant, self.gateway.limits.machine_s)
+        limits = self.gateway.limits
+        machine = self._machine = Machine(self.gateway.trust, grant, limits.machine_s)
         wish = Wish(frame.columns, frame.rows)
         try:
             self._terminal = await open_terminal(self, machine, grant, wish, "web")

@@ -48,12 +48,19 @@ def recorded(stack: Stack, allocation: str, actor: str = ACT.actor, way: str = "
     return session
 
 
-def test_a_ticket_is_only_for_what_can_open(selling: Stack) -> None:
+def test_a_ticket_is_only_for_what_can_open(
+    selling: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = with_terminal(selling)
     member, at = selling.client("member"), f"{PATH}/{made}/terminal"
     assert member.get(f"{PATH}/{made}").json()["terminal"] is True
     answer = member.post(at)
     assert answer.status_code == 201 and answer.headers["Cache-Control"] == "no-store"
+    # The unused tickets of a member take no place from another.
+    monkeypatch.setattr(terminals, "TICKETS", 1)
+    assert selling.client("admin").post(at).status_code == 201
+    assert refused(selling, lambda: member.post(at))["code"] == "too_many_tickets"
+    monkeypatch.undo()
     with_keys(selling, made, [])
     assert refused(selling, lambda: member.post(at))["code"] == "host_keys_unknown"
     with transaction(selling.engine) as conn:

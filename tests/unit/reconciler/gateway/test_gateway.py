@@ -154,15 +154,19 @@ def test_the_command_on_a_machines_page_works_with_the_lines_beside_it(world: Wo
 def test_strangers_ask_for_no_key_exchange_that_takes_long(world: World) -> None:
     """Each of them would hold up the sessions of all tenants."""
 
-    async def meet(exchange: str) -> None:
+    async def meet(exchange: str, compression: str = "none") -> None:
         await asyncssh.connect(
             NAME, world.port, username=world.allocation, kex_algs=[exchange], known_hosts=None,
-            client_keys=None, agent_path=None, config=None,
+            client_keys=None, agent_path=None, config=None, compression_algs=[compression],
         )  # fmt: skip
 
     for exchange in ("rsa2048-sha256", "diffie-hellman-group18-sha512"):
         with pytest.raises(asyncssh.KeyExchangeFailed):
             world.on_loop(meet(exchange))
+    # A packet of zeros is a thousand times as large when it is read.
+    for compression in ("zlib", "zlib@openssh.com"):
+        with pytest.raises(asyncssh.KeyExchangeFailed):
+            world.on_loop(meet("curve25519-sha256", compression))
     for exchange in ("curve25519-sha256", "ecdh-sha2-nistp256", "mlkem768x25519-sha256"):
         with pytest.raises(asyncssh.PermissionDenied):
             world.on_loop(meet(exchange))
@@ -1228,6 +1232,34 @@ def test_a_connection_that_both_sides_have_ended_is_closed(world: World, first: 
 
     world.on_loop(end())
     server.close()
+
+
+@pytest.mark.parametrize("limits", [replace(QUICK, unread=100_000, machine_s=300)])
+def test_a_host_that_reads_no_answers_is_given_up(world: World, mute: Mute) -> None:
+    """Its requests keep the connection from being found dead, and each answer waits in memory."""
+    mute.host()
+
+    async def ask() -> None:
+        async with asyncssh.connect(**world.login) as client:
+            asking = asyncio.create_task(client.open_connection("slice", 22))
+            while not mute.requested.is_set():
+                await asyncio.sleep(0.02)
+            (session,), (host,) = world.gateway.clients, mute.connections
+            assert isinstance(session, Client) and session._machine is not None
+            far: Any = session._machine._host._transport  # type: ignore[union-attr]
+            far.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+            host._transport.pause_reading()  # type: ignore[union-attr]
+            async with asyncio.timeout(60):
+                while not asking.done():
+                    for _ in range(200):
+                        host.send_packet(MSG_GLOBAL_REQUEST, String(b"nothing"), Boolean(True))
+                    await asyncio.sleep(0.01)
+            with pytest.raises(asyncssh.ChannelOpenError, match="machine_refused"):
+                await asking
+            assert not session.ended.is_set()
+            client.abort()
+
+    world.on_loop(ask())
 
 
 def _quicken(monkeypatch: pytest.MonkeyPatch, *, clients: bool) -> None:

@@ -333,6 +333,8 @@ def test_it_refuses_other_rights_by_name(
         "GRANT UPDATE (state) ON allocations TO {}": "UPDATE of allocations (state)",
         "GRANT SELECT ON api_tokens TO PUBLIC": "SELECT of api_tokens (created_at)",
         "GRANT DELETE ON audit_log TO {}": "DELETE of audit_log",
+        "GRANT TRUNCATE ON audit_log TO {}": "TRUNCATE of audit_log",
+        "GRANT UPDATE ON SEQUENCE audit_log_id_seq TO {}": "UPDATE of audit_log_id_seq",
         "GRANT CREATE ON SCHEMA public TO PUBLIC": "CREATE in public",
         "ALTER TABLE audit_log DISABLE ROW LEVEL SECURITY": "no rule for rows of audit_log",
         "CREATE TABLE later (i int); GRANT SELECT ON later TO {}": "SELECT of later (i)",
@@ -344,8 +346,15 @@ def test_it_refuses_other_rights_by_name(
             assert answer.startswith("gateway_role_excessive") and word in answer, answer
     with changed(site, f"GRANT pg_read_all_data TO {name}", f"REVOKE pg_read_all_data FROM {name}"):
         assert "member of pg_read_all_data" in refusal()
-    with changed(site, f"ALTER ROLE {name} BYPASSRLS", f"ALTER ROLE {name} NOBYPASSRLS"):
-        assert "passes by rules for rows" in refusal()
+    for attribute, words in {
+        "BYPASSRLS": "passes by rules for rows",
+        "CREATEROLE": "may create roles",
+        "CREATEDB": "may create databases",
+        "REPLICATION": "may replicate",
+    }.items():
+        back = f"ALTER ROLE {name} NO{attribute}"
+        with changed(site, f"ALTER ROLE {name} {attribute}", back):
+            assert refusal().startswith(f"gateway_role_excessive: {name}: {words}")
     with changed(site, f"REVOKE SELECT (state) ON allocations FROM {name}", text):  # noqa: S608
         assert refusal() == "gateway_role_insufficient: no SELECT of allocations (state)"
     # The commands themselves.

@@ -867,6 +867,11 @@ def test_a_machine_that_another_client_has_returned_is_unused_here(maas: Maas) -
     assert maas.node().tenant_machine_ids == [maas.node().machine_id]
     with reading(maas.engine) as conn:
         assert tokens.revoked_host_keys(conn, "m1") == ["ssh-ed25519 AAAA"]
+    # Nor does the site touch it after the node has retired: it may be another node's by then.
+    with transaction(maas.engine) as conn:
+        nodes.update(conn, "m1", state=NodeState.RETIRED)
+    for kind in (DEPLOY, RELEASE):
+        assert code(maas.queue, kind) == "node_in_service"
 
 
 def test_maas_reads_the_disks_back_while_it_releases_a_machine_that_leaves(maas: Maas) -> None:
