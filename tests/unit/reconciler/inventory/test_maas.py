@@ -79,10 +79,23 @@ def test_a_doubtful_machine_is_named_and_no_node(maas: Maas) -> None:
             assert nodes.get(conn, "m2").maas is None
         requests = maas.manager.record()["requests"]
         assert {row["key"] for row in requests if row["operation"][:4] != "GET "} <= {"abc123"}
+    # The name of a node, and the id of another.
+    with transaction(maas.engine) as conn:
+        nodes.change(conn, "m2", ADMIN, name="other")
+        nodes.create(conn, ADMIN, id="m3", name="m2", address="10.0.2.17", mode=NodeMode.BAREMETAL)
+    maas.begin(machine(), machine(**{**OTHER, "ip_addresses": []}))
+    assert codes(maas.compare()) == ["unsure"]
+    with reading(maas.engine) as conn:
+        assert [nodes.get(conn, key).maas for key in ("m2", "m3")] == [None, None]
+    # The address of a node whose machine MAAS knows.
+    new = {"hostname": "m9", "tag_names": [BAREMETAL, "gpuaas-hardware-lab"]}
+    maas.begin(machine(), machine(**{**OTHER, **new, "ip_addresses": ["10.0.2.15"]}))
+    assert codes(maas.compare()) == ["unsure"]
 
 
 STRANGE: list[tuple[dict[str, Any], str]] = [
     ({"serial": "S9"}, "identity_changed"),
+    ({"macs": []}, "identity_changed"),
     ({"owner": "somebody"}, "foreign_owner"),
     ({"ip_addresses": ["10.0.2.99"]}, "address_differs"),
     ({"tag_names": [SLICE]}, "intent_differs"),
@@ -223,6 +236,10 @@ def test_a_tenant_locks_the_machine_and_its_end_unlocks_it(maas: Maas) -> None:
 def test_a_conversion_sets_the_tag_and_a_slice_host_is_locked(maas: Maas) -> None:
     with transaction(maas.engine) as conn:
         nodes.update(conn, "m1", mode=NodeMode.CONVERTING_TO_SLICE.value)
+    # Not while MAAS shows it twice: the other may be the machine.
+    maas.begin(machine(), machine(**{**OTHER, "serial": "S1"}))
+    assert (codes(maas.compare()), maas.asked()) == (["machine_twice"], [])
+    maas.begin()
     done = maas.compare().done
     assert done == {"tags set": 1, "machines annotated": 1, "machines locked": 1}
     row = maas.manager.record()["machines"]["abc123"]
