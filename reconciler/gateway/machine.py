@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import asyncssh
 
-from reconciler.gateway.pipe import End, heed, lean
+from reconciler.gateway.pipe import End, heed, lean, unread
 from reconciler.lifecycle.ssh_access import Grant
 from reconciler.model.errors import Problem
 from reconciler.trust.ca import (
@@ -253,13 +253,8 @@ class Machine:
         return key, asyncssh.import_certificate(line)
 
     def drop_deaf_host(self, limit: int) -> None:
-        """Give up the host's connection when it leaves more bytes unread than the limit.
-
-        Ends wait for their reader. Answers to requests do not: the library sends each of them, and
-        a host that requests without end and reads nothing is never found dead.
-        """
-        sender = self._host and self._host._transport
-        if self._host and sender and sender.get_write_buffer_size() > limit:
+        """Give up the host's connection when it leaves more bytes unread than the limit."""
+        if self._host and unread(self._host) > limit:
             self._host.abort()
 
     def close(self) -> None:

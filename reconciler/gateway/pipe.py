@@ -130,6 +130,16 @@ def lean(connection: Connection) -> None:
     connection.send_packet = send_packet  # type: ignore[assignment, method-assign]
 
 
+def unread(connection: Connection | None) -> int:
+    """Bytes that wait for the connection's peer to read; 0 without a connection.
+
+    Channels wait for their reader. Answers to requests do not: the library sends each of them, and
+    a peer that asks without end and reads nothing is never found dead.
+    """
+    sender = connection and connection._transport
+    return sender.get_write_buffer_size() if sender else 0
+
+
 def heed(
     connection: Connection,
     ends: Callable[[], Iterable[Held]],

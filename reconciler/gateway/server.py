@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Engine
 
 from reconciler.db import settings as site
 from reconciler.gateway.machine import PLAIN, Machine
-from reconciler.gateway.pipe import End, heed, lean, pair
+from reconciler.gateway.pipe import End, heed, lean, pair, unread
 from reconciler.gateway.sessions import Claim, Session, Sessions, keep, too_many
 from reconciler.gateway.shell import Shell
 from reconciler.gateway.terminal import WINDOW
@@ -174,8 +174,8 @@ class Client(Session, asyncssh.SSHServer):
             keep(self.gateway.refuse(problem, leaving, "-"))
 
     def connection_lost(self, _exc: Exception | None) -> None:
-        if self._machine is not None:
-            self._machine.close()
+        if self.machine is not None:
+            self.machine.close()
         keep(self.finish())
 
     def begin_auth(self, username: str) -> bool:
@@ -239,7 +239,7 @@ class Client(Session, asyncssh.SSHServer):
             self._later(problem)
             return
         self.since = asyncio.get_running_loop().time()
-        self._machine = Machine(self.gateway.trust, grant, limits.machine_s)
+        self.machine = Machine(self.gateway.trust, grant, limits.machine_s)
 
     def session_requested(self) -> asyncssh.SSHServerSession[bytes]:
         """A shell or command of the machine, in a terminal or without a terminal."""
@@ -253,9 +253,9 @@ class Client(Session, asyncssh.SSHServer):
         try:
             grant = await self._authorised()
             ssh_access.require_terminal(grant)
-            if self._machine is None:
+            if self.machine is None:
                 raise ConnectionError("the client has gone")
-            await shell.run(self, self._machine, grant)
+            await shell.run(self, self.machine, grant)
         except Problem as problem:
             shell.refuse(f"{problem.code}: {problem.found}. {problem.remedy}")
             self._later(problem)
@@ -278,7 +278,7 @@ class Client(Session, asyncssh.SSHServer):
         # reads nothing.
         live = sum(not (near.lost and far.lost) for near, far in self._ends) + self._opening
         live += len(self._held())
-        live += self._machine.forsaken if self._machine else 0
+        live += self.machine.forsaken if self.machine else 0
         limit = self.gateway.limits.channels
         if live >= limit:
             problem = Problem(
@@ -341,9 +341,9 @@ class Client(Session, asyncssh.SSHServer):
         near, far = pair()
         try:
             grant = await self._authorised()
-            if self._machine is None:
+            if self.machine is None:
                 raise ConnectionError("the client has gone")
-            await self._machine.connect(far)
+            await self.machine.connect(far)
             await self.begin(grant, "jump")
         except Problem as problem:
             far.close()
@@ -380,10 +380,7 @@ class Client(Session, asyncssh.SSHServer):
 
     def idle(self, now: float) -> str:
         limits = self.gateway.limits
-        # Channels wait for their reader. Answers to requests do not: the library sends each of
-        # them, and a client may ask without end and read nothing.
-        sender = self._connection and self._connection._transport
-        if sender and sender.get_write_buffer_size() > limits.unread:
+        if unread(self._connection) > limits.unread:
             return "answers_not_read"
         shells = [shell for shell in self._terminals if not shell.over]
         ends = {shell: shell.ends(now, limits) for shell in shells}
@@ -398,8 +395,8 @@ class Client(Session, asyncssh.SSHServer):
 
     def cut(self, reason: str) -> None:
         self._why = reason
-        if self._machine is not None:
-            self._machine.close()
+        if self.machine is not None:
+            self.machine.close()
         if self._connection is not None:
             # Nothing is waited for after the reason. disconnect() would close the channels before
             # it, and a client that has read that far ends without a word.

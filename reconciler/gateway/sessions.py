@@ -207,8 +207,8 @@ class Sessions:
             try:
                 if reason := reason or client.idle(now):
                     client.cut(reason)
-                elif client._machine is not None:
-                    client._machine.drop_deaf_host(self.limits.unread)
+                elif client.machine is not None:
+                    client.machine.drop_deaf_host(self.limits.unread)
             except Exception as failure:
                 log.error("cannot end session %s: %s", client.session, failure)
 
@@ -312,7 +312,7 @@ class Session(ABC):
         self.grant: Grant | None = None
         self.session = ""
         self.recording: Recording | None = None
-        self._machine: Machine | None = None
+        self.machine: Machine | None = None
         self.came = time.monotonic()
         self.since = self.judged_at = 0.0
         self.address = self.person = ""

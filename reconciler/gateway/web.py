@@ -243,7 +243,7 @@ class Browser(Session):
         from reconciler.gateway.terminal import Wish, open_terminal  # noqa: PLC0415
 
         limits = self.gateway.limits
-        machine = self._machine = Machine(self.gateway.trust, grant, limits.machine_s)
+        machine = self.machine = Machine(self.gateway.trust, grant, limits.machine_s)
         wish = Wish(frame.columns, frame.rows)
         try:
             self._terminal = await open_terminal(self, machine, grant, wish, "web")

@@ -122,8 +122,8 @@ def every(
 ) -> list[Share]:
     """Records that overlap the period, oldest first, each with its share of the period.
 
-    Ends are rounded before they are compared, so that
-    the counts of two adjacent periods add up exactly to the count of both together.
+    Ends are rounded before they are compared, so that the counts of two adjacent periods add up
+    exactly to the count of both together.
     """
     return rows.every(conn, part(_overlapping(span, project_id), ORDER, page), Share)
 

@@ -1135,8 +1135,8 @@ def test_connections_that_were_given_up_are_bounded(world: World, mute: Mute) ->
             while not mute.requested.is_set():
                 await asyncio.sleep(0.02)
             (session,) = world.gateway.clients
-            assert isinstance(session, Client) and session._machine is not None
-            session._machine._timeout_s = 0.2
+            assert isinstance(session, Client) and session.machine is not None
+            session.machine._timeout_s = 0.2
             for words in ("machine_silent", "machine_silent", "too many channels"):
                 with pytest.raises(asyncssh.ChannelOpenError, match=words):
                     await client.open_connection("slice", 22)
@@ -1155,8 +1155,8 @@ def test_a_refused_session_leaves_no_connection_in_the_machine(world: World) -> 
             with pytest.raises(asyncssh.ChannelOpenError, match="too_many_connections"):
                 await client.open_connection("slice", 22)
             (session,) = world.gateway.clients
-            assert isinstance(session, Client) and session._machine is not None
-            (far,) = session._machine._ends
+            assert isinstance(session, Client) and session.machine is not None
+            (far,) = session.machine._ends
             async with asyncio.timeout(20):
                 while not far.lost:
                     await asyncio.sleep(0.02)
@@ -1185,10 +1185,10 @@ def test_a_machine_that_speaks_before_its_session_is_recorded_fills_no_memory(
         async with asyncssh.connect(**world.login) as client:
             task = asyncio.create_task(client.open_connection("slice", 22))
             (session,) = world.gateway.clients
-            assert isinstance(session, Client) and session._machine is not None
-            while not session._machine._ends:
+            assert isinstance(session, Client) and session.machine is not None
+            while not session.machine._ends:
                 await asyncio.sleep(0.02)
-            (far,), taken = session._machine._ends, -1
+            (far,), taken = session.machine._ends, -1
             while taken != far.received:
                 taken = far.received
                 await asyncio.sleep(0.5)
@@ -1245,8 +1245,8 @@ def test_a_host_that_reads_no_answers_is_given_up(world: World, mute: Mute) -> N
             while not mute.requested.is_set():
                 await asyncio.sleep(0.02)
             (session,), (host,) = world.gateway.clients, mute.connections
-            assert isinstance(session, Client) and session._machine is not None
-            far: Any = session._machine._host._transport  # type: ignore[union-attr]
+            assert isinstance(session, Client) and session.machine is not None
+            far: Any = session.machine._host._transport  # type: ignore[union-attr]
             far.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
             host._transport.pause_reading()  # type: ignore[union-attr]
             async with asyncio.timeout(60):
